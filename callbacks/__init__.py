@@ -1,0 +1,1 @@
+"""Keras callbacks that know of more than one rank."""
