@@ -1,0 +1,115 @@
+"""`BroadcastVariables`: all ranks begin with rank 0's weights and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from distkeras.communicators import Communicator
+from distkeras.communicators import agree
+from distkeras.communicators import world
+
+
+class BroadcastVariables(keras.callbacks.Callback):
+    """Copies weights and optimizer state from one rank to all when training begins.
+
+    `Trainer` adds it by itself. In a loop of one's own call
+    `broadcast_variables` once the model and the optimizer are built.
+
+    The states of seed generators differ by rank on purpose, so that dropout draws
+    another mask on every rank; they are derived from the root's, so that a run can be
+    repeated.
+
+    Args:
+        root: the rank whose state is copied.
+        communicator: the ranks that take part; by default all of them.
+
+    Raises:
+        MismatchError: when training begins, on every rank, if the ranks' variables
+            differ in number, order, shape or dtype.
+
+    Example:
+        ```python
+        model.fit(x, y, callbacks=[distkeras.callbacks.BroadcastVariables()])
+        ```
+    """
+
+    def __init__(
+        self, *, root: int = 0, communicator: Communicator | None = None
+    ) -> None:
+        super().__init__()
+        self.root = root
+        self._communicator = communicator
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts, and the epoch from which a restored run goes on too."""
+        communicator = self._communicator or world()
+        if communicator.size == 1:
+            return
+        model = self.model
+        variables = [*model.variables]
+        if model.optimizer is not None:
+            variables += model.optimizer.variables
+        broadcast_variables(variables, root=self.root, communicator=communicator)
+        # Keras' BackupAndRestore leaves the epoch here, on the rank that has the file.
+        model._initial_epoch = communicator.broadcast_object(
+            model._initial_epoch, root=self.root
+        )
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    *,
+    root: int = 0,
+    communicator: Communicator | None = None,
+) -> None:
+    """Overwrites variables with those of one rank.
+
+    Args:
+        variables: Keras variables, the same list in the same order on every rank.
+        root: the rank whose values are copied.
+        communicator: the ranks that take part; by default all of them.
+
+    Raises:
+        MismatchError: on every rank, naming the first variable that differs.
+
+    Example:
+        ```python
+        broadcast_variables([*model.variables, *optimizer.variables])
+        ```
+    """
+    group = communicator or world()
+    if group.size == 1:
+        return
+    listed = list(variables)
+    agree(
+        group,
+        "the variables to broadcast (path, shape and dtype, in order)",
+        [f"{v.path}: {tuple(v.shape)} {v.dtype}" for v in listed],
+    )
+    generators = [v for v in listed if _is_seed_state(v)]
+    for variable in listed:
+        value = np.array(keras.ops.convert_to_numpy(variable.value))
+        # As bytes: a copy needs no arithmetic, so every dtype can travel.
+        flat = np.frombuffer(bytearray(value.tobytes()), np.uint8)
+        group.broadcast(flat, root)
+        variable.assign(flat.view(value.dtype).reshape(value.shape))
+    for generator in generators:
+        generator.assign(_fold_in(generator, group.rank))
+
+
+def _is_seed_state(variable: Any) -> bool:
+    return variable.name.startswith("seed_generator_state")
+
+
+def _fold_in(generator: Any, rank: int) -> np.ndarray:
+    """Returns a seed state that belongs to this rank alone; rank 0 keeps its own."""
+    state = np.array(keras.ops.convert_to_numpy(generator.value))
+    if rank == 0:
+        return state
+    mixed = np.random.SeedSequence([*state.tolist(), rank]).generate_state(1)
+    state[0] = mixed[0].astype(state.dtype)
+    return state

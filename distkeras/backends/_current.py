@@ -1,0 +1,52 @@
+"""Finds the implementation for the Keras backend that is in use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from typing import Protocol
+
+import keras
+
+from distkeras.gradients import GradientExchange
+
+_IMPLEMENTATIONS = {"tensorflow": "distkeras.backends._tensorflow"}
+
+
+class Backend(Protocol):
+    """What a Keras backend must offer; one module implements it."""
+
+    def exchange(self, exchange: GradientExchange) -> Any:
+        """Returns this backend's half of `exchange`."""
+
+    def train_function(
+        self, model: keras.Model, exchange: Any, *, uneven: bool
+    ) -> Any:
+        """Returns what `model.train_function` is set to during `fit`."""
+
+    def test_function(self, model: keras.Model) -> Any:
+        """Returns what `model.test_function` is set to."""
+
+    def overrides_train_step(self, model: keras.Model) -> bool:
+        """Returns whether the model brings its own `train_step`."""
+
+    def find_optimizers(
+        self, model: keras.Model
+    ) -> list[keras.optimizers.Optimizer]:
+        """Returns every optimizer the model holds."""
+
+
+def current() -> Backend:
+    """Returns the implementation for `keras.backend.backend()`.
+
+    Raises:
+        NotImplementedError: for a Keras backend without one.
+    """
+    name = keras.backend.backend()
+    if name not in _IMPLEMENTATIONS:
+        raise NotImplementedError(
+            "distkeras trains models on these Keras backends with more than one "
+            f"rank: {sorted(_IMPLEMENTATIONS)}. Received: KERAS_BACKEND={name!r}. Set "
+            "KERAS_BACKEND=tensorflow, or run with one rank."
+        )
+    return importlib.import_module(_IMPLEMENTATIONS[name])  # type: ignore[return-value]

@@ -1,0 +1,76 @@
+"""What the exchange must know of a Keras optimizer: who accumulates, what scales.
+
+All reading of private optimizer attributes is here; `tests/test_optimizers.py` fails
+when Keras changes one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulating:
+    """An optimizer that sums gradients over several steps before it updates."""
+
+    optimizer: keras.optimizers.Optimizer
+
+    def accumulator(self, variable: Any) -> Any:
+        """Returns the Keras variable that holds the sum for `variable`."""
+        index = self.optimizer._get_variable_index(variable)
+        return self.optimizer._accumulated_gradients[index]
+
+
+def inner_optimizers(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that update weights, through every wrapper.
+
+    Args:
+        optimizer: plain, or a `LossScaleOptimizer` or `MultiOptimizer` around others.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return inner_optimizers(inner)
+    return list(getattr(optimizer, "optimizers", None) or [optimizer])
+
+
+def accumulation_steps(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> int | None:
+    """Returns how many steps make one update, None where every step does.
+
+    Where the parts of a `MultiOptimizer` accumulate differently there is no common
+    rhythm; None is returned too: gradients are then exchanged at every step, which
+    costs messages, not exactness.
+    """
+    steps = {o.gradient_accumulation_steps for o in inner_optimizers(optimizer)}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def accumulating_optimizers(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> list[tuple[Accumulating, Any]]:
+    """Returns, for each variable, the optimizer that accumulates its gradient."""
+    outer = getattr(optimizer, "inner_optimizer", optimizer)
+    parts = inner_optimizers(outer)
+    if len(parts) == 1 and parts[0] is outer:
+        return [(Accumulating(outer), variable) for variable in variables]
+    owner = outer._var_to_optimizer_idx
+    return [(Accumulating(parts[owner[outer._var_key(v)]]), v) for v in variables]
+
+
+def gradient_scale(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what gradients are still multiplied by when they are exchanged."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.dynamic_scale.value
+    return optimizer.loss_scale_factor or 1.0
+
+
+def updates(optimizer: keras.optimizers.Optimizer) -> int:
+    """Returns how many updates the optimizer has made so far."""
+    return max(int(o.iterations) for o in inner_optimizers(optimizer))

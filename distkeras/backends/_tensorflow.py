@@ -1,0 +1,19 @@
+"""The TensorFlow backend, by the names that `backends.current()` promises."""
+
+from distkeras.backends._tensorflow_exchange import TensorFlowExchange
+from distkeras.backends._tensorflow_step import find_optimizers
+from distkeras.backends._tensorflow_step import make_test_function
+from distkeras.backends._tensorflow_step import make_train_function
+from distkeras.backends._tensorflow_step import overrides_train_step
+
+exchange = TensorFlowExchange
+train_function = make_train_function
+test_function = make_test_function
+
+__all__ = [
+    "exchange",
+    "find_optimizers",
+    "overrides_train_step",
+    "test_function",
+    "train_function",
+]

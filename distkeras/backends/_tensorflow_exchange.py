@@ -1,0 +1,225 @@
+"""TensorFlow's half of the exchange: from gradient tensors to reduced ones.
+
+On the host one call per bucket hands NumPy views of the gradients to
+`GradientExchange`; nothing is concatenated in the graph, the only copy is the one
+into the fusion buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from distkeras.backends._optimizers import accumulating_optimizers
+from distkeras.backends._optimizers import accumulation_steps
+from distkeras.backends._optimizers import gradient_scale
+from distkeras.gradients import Gradient
+from distkeras.gradients import GradientExchange
+from distkeras.gradients import Plan
+
+
+class TensorFlowExchange:
+    """Reduces gradient tensors over ranks, inside or outside a `tf.function`.
+
+    Args:
+        exchange: the host's half.
+
+    Attributes:
+        examples: how many examples the gradients that are reduced next average, a
+            scalar tensor; None counts every rank alike.
+    """
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self.exchange = exchange
+        self.examples: tf.Tensor | None = None
+
+    def __deepcopy__(self, memo: object) -> TensorFlowExchange:
+        return self
+
+    @contextlib.contextmanager
+    def counting(self, examples: tf.Tensor) -> Iterator[None]:
+        """Weights every reduction inside by `examples`, a scalar integer tensor."""
+        previous, self.examples = self.examples, examples
+        try:
+            yield
+        finally:
+            self.examples = previous
+
+    def apply(
+        self,
+        apply: Callable[[list[tf.Tensor | None], Sequence[Any]], Any],
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        may_be_exhausted: bool = False,
+    ) -> None:
+        """Exchanges `gradients` and hands the result to `apply`.
+
+        Args:
+            apply: the optimizer's own `apply`.
+            optimizer: the outermost optimizer, which says when it updates.
+            gradients: this rank's, None where the loss does not depend on the
+                variable.
+            variables: what they belong to.
+            may_be_exhausted: whether a step may come in which no rank has an
+                example left; then nothing is applied.
+        """
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        dense = [tf.convert_to_tensor(gradients[i]) for i in present]
+        plan = self._plan(gradients, variables)
+        kept = [variables[i] for i in present]
+        reduced, examples = self._reduce(plan, optimizer, dense, present, kept)
+        result: list[tf.Tensor | None] = [None] * len(gradients)
+        for i, gradient in zip(present, reduced, strict=True):
+            result[i] = gradient
+
+        def update() -> tf.Tensor:
+            apply(result, variables)
+            return tf.constant(True)
+
+        if may_be_exhausted:
+            tf.cond(examples > 0, update, lambda: tf.constant(False))
+        else:
+            update()
+
+    def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
+        return self.exchange.plan(
+            tuple(id(variable) for variable in variables),
+            [_describe(g, v) for g, v in zip(gradients, variables, strict=True)],
+        )
+
+    def _reduce(
+        self,
+        plan: Plan,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[tf.Tensor],
+        present: list[int],
+        variables: list[Any],
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        count = 1.0 if self.examples is None else self.examples
+        count = tf.cast(count, tf.float64)
+        if not accumulation_steps(optimizer, variables):
+            return self._allreduce(plan, gradients, present, count)
+        return self._accumulate(plan, optimizer, gradients, present, variables, count)
+
+    def _allreduce(
+        self,
+        plan: Plan,
+        gradients: list[tf.Tensor],
+        present: list[int],
+        count: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Returns the mean over all examples of all ranks, and their number."""
+        position = {index: i for i, index in enumerate(present)}
+        reduced: list[Any] = list(gradients)
+        after: list[tf.Operation | tf.Tensor] = []
+        examples = count
+        for number, bucket in enumerate(plan.buckets):
+            where = [position[place.index] for place in bucket.placements]
+            with tf.control_dependencies(after):
+                examples, *outputs = tf.numpy_function(
+                    _host_call(self.exchange, plan, number),
+                    [count, *(gradients[i] for i in where)],
+                    [tf.float64, *(gradients[i].dtype for i in where)],
+                )
+            # One order on all ranks, so that messages match without negotiation.
+            after = [examples]
+            examples.set_shape(())
+            for i, output in zip(where, outputs, strict=True):
+                output.set_shape(gradients[i].shape)
+                reduced[i] = output
+        return reduced, examples
+
+    def _accumulate(
+        self,
+        plan: Plan,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: list[tf.Tensor],
+        present: list[int],
+        variables: list[Any],
+        count: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Exchanges once an update: between updates gradients stay on their rank.
+
+        Each rank accumulates its share n·g / Σ n of every micro-step; at the update
+        the shares, accumulators included, are summed and the accumulators cleared,
+        so that Keras' own `(g + accumulator) / steps` is the same on all ranks.
+        Handing over `reduced - accumulator` instead would round differently on each.
+        """
+        steps = accumulation_steps(optimizer, variables)
+        owners = accumulating_optimizers(optimizer, variables)
+        accumulators = [owner.accumulator(v).value for owner, v in owners]
+        scale = gradient_scale(optimizer)
+        guarded = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        finite = tf.constant(True)
+        if guarded:
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients])
+        examples, nonfinite = tf.numpy_function(
+            self.exchange.reduce_counts,
+            [count, tf.logical_and(count > 0, tf.logical_not(finite))],
+            [tf.float64, tf.bool],
+        )
+        examples.set_shape(())
+        nonfinite.set_shape(())
+        share = tf.math.divide_no_nan(count, examples)
+        shares = [tf.math.multiply_no_nan(g, tf.cast(share, g.dtype)) for g in gradients]
+        if guarded:
+            # Every rank must skip the micro-step that one rank has to skip.
+            shares = [
+                tf.where(nonfinite, tf.constant(float("inf"), g.dtype), g)
+                for g in shares
+            ]
+
+        def at_update() -> list[tf.Tensor]:
+            sums = [
+                g + tf.cast(a * scale, g.dtype)
+                for g, a in zip(shares, accumulators, strict=True)
+            ]
+            # The shares are already weighted, so here every rank counts once and
+            # the mean over ranks is brought back to the sum.
+            one = tf.constant(1.0, tf.float64)
+            means, ranks = self._allreduce(plan, sums, present, one)
+            for accumulator in accumulators:
+                accumulator.assign(tf.zeros_like(accumulator))
+            return [g * tf.cast(ranks, g.dtype) for g in means]
+
+        first = owners[0][0].optimizer
+        is_update = (first._iterations.value + 1) % steps == 0
+        is_update = tf.logical_and(is_update, examples > 0)
+        reduced = tf.cond(is_update, at_update, lambda: shares)
+        return reduced, examples
+
+
+def _host_call(
+    exchange: GradientExchange, plan: Plan, number: int
+) -> Callable[..., list[Any]]:
+    """Returns the function that TensorFlow calls on the host for one bucket."""
+
+    def exchange_bucket(examples: Any, *arrays: Any) -> list[Any]:
+        reduced = exchange.reduce(plan, number, float(examples), arrays)
+        return [exchange.examples, *reduced]
+
+    return exchange_bucket
+
+
+def _describe(gradient: Any, variable: Any) -> Gradient:
+    shape = tuple(int(d) for d in variable.shape)
+    path = getattr(variable, "path", None) or variable.name
+    if gradient is None:
+        dtype = keras.backend.standardize_dtype(variable.dtype)
+        return Gradient(path, shape, dtype, exists=False)
+    overwrites = getattr(variable, "overwrite_with_gradient", False)
+    return Gradient(
+        path,
+        shape,
+        gradient.dtype.name,
+        sparse=isinstance(gradient, tf.IndexedSlices),
+        reduction="max" if overwrites else "mean",
+    )

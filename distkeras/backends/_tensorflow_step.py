@@ -1,0 +1,261 @@
+"""Keras' training and test steps on TensorFlow, with the exchange in between.
+
+`train_function` is what `keras.Model.fit` calls a step. Keras builds its own only
+where none is set, so setting one is enough; the optimizer, and thus what is saved,
+stays untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from distkeras.backends._optimizers import inner_optimizers
+from distkeras.backends._tensorflow_exchange import TensorFlowExchange
+
+Function = Callable[[Any], Any]
+
+
+def overrides_train_step(model: keras.Model) -> bool:
+    """Returns whether the model brings its own `train_step`."""
+    return type(model).train_step is not TensorFlowTrainer.train_step
+
+
+def make_train_function(
+    model: keras.Model, exchange: TensorFlowExchange, *, uneven: bool
+) -> Function:
+    """Returns the function that `fit` calls for every execution.
+
+    With Keras' own `train_step` the step is a backward half and an update half, each
+    compiled by XLA when `jit_compile` says so, and the exchange stands between them:
+    a host call cannot be compiled. A `train_step` of the model's own runs whole and
+    uncompiled, its optimizers exchange from inside `apply`.
+
+    Args:
+        model: compiled and built, its optimizer too.
+        exchange: reduces gradients.
+        uneven: whether a rank may get a batch without rows.
+
+    Returns:
+        A function of an iterator, as `keras.Model.make_train_function` sets it. It
+        raises `StopIteration` on all ranks after a step in which none had a row.
+    """
+    if overrides_train_step(model):
+        step = _whole_step(model, exchange, uneven)
+    else:
+        step = _split_step(model, exchange, uneven)
+    function = _on_iterators(model, step)
+
+    def train_function(iterator: Any) -> Any:
+        logs = function(iterator)
+        if exchange.exchange.exhausted:
+            exchange.exchange.exhausted = False
+            raise StopIteration
+        return logs
+
+    return train_function
+
+
+def make_test_function(model: keras.Model) -> Function:
+    """Returns a test function that passes over batches without rows.
+
+    Ranks evaluate their shards without talking to each other, so that an empty batch
+    comes only where a rank has no examples at all: Keras needs one to get going.
+    """
+    test_step = model.test_step
+    compiled = _half(model, test_step)
+
+    def step(data: Any) -> Any:
+        return tf.cond(
+            rows(data) > 0,
+            lambda: compiled(data),
+            lambda: _on_dummy(model, test_step, data),
+        )
+
+    return _on_iterators(model, step)
+
+
+def rows(data: Any) -> tf.Tensor:
+    """Returns the number of examples of a batch, a scalar int32 tensor."""
+    x = keras.utils.unpack_x_y_sample_weight(data)[0]
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.shape(first)[0]
+
+
+def _on_iterators(model: keras.Model, step: Function) -> Function:
+    """Lets Keras' own loop over iterators and executions call `step`."""
+    jit_compile = model.jit_compile
+    model.jit_compile = False
+    try:
+        return model._make_function(step)
+    finally:
+        model.jit_compile = jit_compile
+
+
+def _half(model: keras.Model, function: Function) -> Function:
+    if model.run_eagerly or not model.jit_compile:
+        return function
+    return tf.function(function, reduce_retracing=True, jit_compile=True)
+
+
+def _split_step(
+    model: keras.Model, exchange: TensorFlowExchange, uneven: bool
+) -> Function:
+    variables = list(model.trainable_variables)
+    optimizer = model.optimizer
+    has_gradient: list[bool] = []
+    plain_compute_metrics = keras.Model.compute_metrics
+
+    def backward(data: Any) -> tuple[Any, list[tf.Tensor]]:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            options = {"training": True} if model._call_has_training_arg else {}
+            y_pred = model(x, **options)
+            loss = model._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+            model._loss_tracker.update_state(loss, sample_weight=rows(data))
+            loss = optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        has_gradient[:] = [g is not None for g in gradients]
+        logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return logs, [tf.convert_to_tensor(g) for g in gradients if g is not None]
+
+    def nothing(data: Any) -> tuple[Any, list[tf.Tensor]]:
+        if has_gradient and type(model).compute_metrics is plain_compute_metrics:
+            logs = model.get_metrics_result()
+        else:
+            logs, _ = _on_dummy(model, backward, data)
+        present = [v for v, has in zip(variables, has_gradient, strict=True) if has]
+        return logs, [tf.zeros(v.shape, v.dtype) for v in present]
+
+    compiled_backward = _half(model, backward)
+    update = _half(model, lambda gradients: optimizer.apply(gradients, variables))
+
+    def apply(gradients: list[Any], _: Any) -> None:
+        update(gradients)
+
+    def step(data: Any) -> Any:
+        count = rows(data)
+        if uneven:
+            logs, present = tf.cond(
+                count > 0, lambda: compiled_backward(data), lambda: nothing(data)
+            )
+        else:
+            logs, present = compiled_backward(data)
+        supply = iter(present)
+        gradients = [next(supply) if has else None for has in has_gradient]
+        with exchange.counting(count):
+            exchange.apply(
+                apply, optimizer, gradients, variables, may_be_exhausted=uneven
+            )
+        return logs
+
+    return step
+
+
+def _whole_step(
+    model: keras.Model, exchange: TensorFlowExchange, uneven: bool
+) -> Function:
+    def step(data: Any) -> Any:
+        count = rows(data)
+        with (
+            exchange.counting(count),
+            exchanging(find_optimizers(model), exchange, may_be_exhausted=uneven),
+        ):
+            if uneven:
+                return _on_dummy(model, model.train_step, data, unless=count > 0)
+            return model.train_step(data)
+
+    return step
+
+
+def find_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns every optimizer a model holds: `compile`'s and its own attributes."""
+    compiled = model.optimizer
+    found = [] if compiled is None else [compiled]
+    # An attribute may be what `compile` wrapped in a `LossScaleOptimizer`.
+    seen = {id(o) for c in found for o in (c, *inner_optimizers(c))}
+    for value in vars(model).values():
+        if isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            found.append(value)
+    return found
+
+
+@contextlib.contextmanager
+def exchanging(
+    optimizers: list[keras.optimizers.Optimizer],
+    exchange: TensorFlowExchange,
+    *,
+    may_be_exhausted: bool,
+) -> Iterator[None]:
+    """Makes `apply` of each optimizer exchange first, while inside.
+
+    The instance attribute hides the method during tracing only, so that nothing that
+    is saved, copied or traced elsewhere ever sees it.
+    """
+
+    def hook(optimizer: keras.optimizers.Optimizer) -> None:
+        original = optimizer.apply
+
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            grads = list(grads)
+            if trainable_variables is None:
+                trainable_variables = optimizer._trainable_variables
+            exchange.apply(
+                original,
+                optimizer,
+                grads,
+                list(trainable_variables),
+                may_be_exhausted=may_be_exhausted,
+            )
+
+        object.__setattr__(optimizer, "apply", apply)
+
+    hooked = []
+    try:
+        for optimizer in optimizers:
+            hook(optimizer)
+            hooked.append(optimizer)
+        yield
+    finally:
+        for optimizer in hooked:
+            object.__delattr__(optimizer, "apply")
+
+
+def _on_dummy(
+    model: keras.Model, function: Function, data: Any, unless: Any = False
+) -> Any:
+    """Runs `function` on one row of zeros and takes back what that did to the state.
+
+    Args:
+        model: whose metrics and non-trainable variables are restored.
+        function: of a batch.
+        data: a batch that may have no rows; one that has is passed on as it is.
+        unless: true where `data` has rows: then the state is kept.
+    """
+    state = [*model.metrics_variables, *model.non_trainable_variables]
+    before = [tf.identity(v.value) for v in state]
+    result = function(keras.tree.map_structure(_at_least_one_row, data))
+    for variable, old in zip(state, before, strict=True):
+        variable.assign(tf.where(unless, variable.value, old))
+    return result
+
+
+def _at_least_one_row(leaf: Any) -> Any:
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    missing = tf.maximum(1 - tf.shape(leaf)[0], 0)
+    shape = tf.concat([[missing], tf.shape(leaf)[1:]], 0)
+    return tf.concat([leaf, tf.zeros(shape, leaf.dtype)], 0)

@@ -1,0 +1,93 @@
+"""The interface every communicator implements: who am I, and ten collectives."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+from typing import ClassVar
+from typing import Literal
+
+Op = Literal["sum", "min", "max", "product"]
+
+
+class Communicator(abc.ABC):
+    """A fixed group of ranks and the collectives among them.
+
+    Verbs have MPI's names. Those without a suffix work on flat buffers (one-
+    dimensional, C-contiguous arrays); those that end in `_object` carry any
+    Python object that can be pickled. Every verb but `abort` is collective: all
+    ranks call it, in the same order, with buffers of equal length and dtype.
+
+    Attributes:
+        name: the word that selects this kind (`DISTKERAS_COMMUNICATOR`).
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This process' number, 0 to `size - 1`."""
+
+    @property
+    @abc.abstractmethod
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    @abc.abstractmethod
+    def local_rank(self) -> int:
+        """This process' number among the ranks of its node."""
+
+    @property
+    @abc.abstractmethod
+    def local_size(self) -> int:
+        """The number of ranks on this node."""
+
+    @property
+    @abc.abstractmethod
+    def hosts(self) -> Sequence[str]:
+        """The host name of every rank, by rank."""
+
+    @abc.abstractmethod
+    def allreduce(self, buffer: Any, op: Op = "sum") -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: flat array; NumPy's for a host communicator, CuPy's or
+                NumPy's for a device communicator.
+            op: how elements are combined.
+        """
+
+    @abc.abstractmethod
+    def allgather(self, buffer: Any) -> list[Any]:
+        """Returns every rank's `buffer`, by rank; lengths may differ."""
+
+    @abc.abstractmethod
+    def broadcast(self, buffer: Any, root: int = 0) -> None:
+        """Overwrites `buffer` with that of rank `root`, in place."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+
+    @abc.abstractmethod
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Returns rank `root`'s object; what other ranks pass is ignored."""
+
+    @abc.abstractmethod
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, by rank."""
+
+    @abc.abstractmethod
+    def duplicate(self) -> Communicator:
+        """Returns the same group with a message space of its own."""
+
+    @abc.abstractmethod
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks at once with exit code `code`; not collective."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Frees what the communicator holds; it cannot be used afterwards."""

@@ -1,0 +1,10 @@
+"""Gradients: the plan that all ranks agree on, and their exchange on the host."""
+
+from distkeras.gradients._exchange import Counters as Counters
+from distkeras.gradients._exchange import GradientExchange as GradientExchange
+from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
+from distkeras.gradients._plan import Bucket as Bucket
+from distkeras.gradients._plan import Gradient as Gradient
+from distkeras.gradients._plan import Placement as Placement
+from distkeras.gradients._plan import Plan as Plan
+from distkeras.gradients._plan import make_plan as make_plan

@@ -1,0 +1,184 @@
+"""The plan: which gradient lies in which bucket, at which offset, on all ranks.
+
+A plan is made from the list of variables alone, so that ranks which agree on the
+list (`Plan.rows`, compared by digest) agree on every message of every step without
+talking about it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+ALIGNMENT = 64
+"""Bytes. TensorFlow aborts the process on a less aligned zero-copy tensor."""
+
+HEADER = 64
+"""Bytes at the start of every bucket that carry the flags of the step."""
+
+DEFAULT_BUCKET_BYTES = 32 * 2**20
+
+Reduction = Literal["mean", "max"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """One variable's gradient, as every rank must see it.
+
+    Attributes:
+        path: the Keras path of the variable, to name it in errors.
+        shape: of the gradient, fully known.
+        dtype: NumPy's name of the gradient's dtype.
+        exists: whether the loss depends on the variable.
+        sparse: whether the backend hands it over as rows of an embedding.
+        reduction: how it is combined over ranks: `"mean"`, weighted by examples,
+            or `"max"` for scales that overwrite their variable (float8).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    exists: bool = True
+    sparse: bool = False
+    reduction: Reduction = "mean"
+
+    @property
+    def row(self) -> str:
+        """The line that ranks compare."""
+        kind = "sparse gradient" if self.sparse else "gradient"
+        kind = kind if self.exists else "no gradient"
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.path}: {shape} {self.dtype}, {kind}, {self.reduction}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a gradient lies in its bucket; offset and length in elements."""
+
+    index: int
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel in one message.
+
+    Attributes:
+        dtype: of the elements on the wire.
+        reduction: shared by all gradients of the bucket.
+        placements: in the order of the buffer.
+        length: elements of the whole buffer, header included.
+    """
+
+    dtype: np.dtype
+    reduction: Reduction
+    placements: tuple[Placement, ...]
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer, header included."""
+        return self.length * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All gradients of one optimizer update, dealt into buckets."""
+
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def rows(self) -> list[str]:
+        """One line a variable, for comparison over ranks."""
+        return [gradient.row for gradient in self.gradients]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one exchange reduces."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def wire_dtype(dtype: str) -> np.dtype:
+    """Returns the dtype in which gradients of `dtype` are summed on the host.
+
+    Sixteen-bit floats are summed in float32: their sum over many ranks would lose
+    the digits that an average needs.
+    """
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def make_plan(
+    gradients: Sequence[Gradient], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Plan:
+    """Deals gradients into buckets.
+
+    The last variable comes first, since the backward pass finishes it first
+    (Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704, section 3.2.3).
+
+    Args:
+        gradients: one entry a trainable variable, in the optimizer's order.
+        bucket_bytes: a bucket is closed when the next gradient would make it
+            larger; a larger gradient gets a bucket of its own.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: if `bucket_bytes` is not positive or no gradient exists.
+
+    Example:
+        >>> plan = make_plan([Gradient("a", (3,), "float32"),
+        ...                   Gradient("b", (2, 2), "float32")])
+        >>> [(p.index, p.offset) for p in plan.buckets[0].placements]
+        [(1, 16), (0, 32)]
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(
+            "`bucket_bytes` must be a positive number of bytes. "
+            f"Received: bucket_bytes={bucket_bytes}"
+        )
+    open_: dict[tuple[np.dtype, Reduction], list[Placement]] = {}
+    ends: dict[tuple[np.dtype, Reduction], int] = {}
+    buckets: list[Bucket] = []
+
+    def close(key: tuple[np.dtype, Reduction]) -> None:
+        dtype, reduction = key
+        buckets.append(Bucket(dtype, reduction, tuple(open_.pop(key)), ends[key]))
+
+    for index in reversed(range(len(gradients))):
+        gradient = gradients[index]
+        if not gradient.exists:
+            continue
+        dtype = wire_dtype(gradient.dtype)
+        key = (dtype, gradient.reduction)
+        length = math.prod(gradient.shape)
+        step = _aligned(length, dtype)
+        if key in open_ and (ends[key] + step) * dtype.itemsize > bucket_bytes:
+            close(key)
+        if key not in open_:
+            open_[key] = []
+            ends[key] = HEADER // dtype.itemsize
+        open_[key].append(Placement(index, ends[key], length, gradient.shape))
+        ends[key] += step
+    for key in list(open_):
+        close(key)
+    if not buckets:
+        raise ValueError(
+            "Expected a gradient for at least one trainable variable. Received: "
+            f"none for any of {[gradient.path for gradient in gradients]}. Does the "
+            "loss depend on the model's outputs?"
+        )
+    return Plan(tuple(gradients), tuple(buckets))
+
+
+def _aligned(length: int, dtype: np.dtype) -> int:
+    """Rounds a number of elements up to whole alignment units."""
+    unit = ALIGNMENT // dtype.itemsize
+    return -(-length // unit) * unit
