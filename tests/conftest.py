@@ -1,0 +1,192 @@
+"""One test body for any number of ranks: ranks run the tests in lockstep.
+
+Run by `mpiexec -n N python -m pytest`, every rank runs the same tests. After each
+phase of a test the ranks exchange its outcome, so a failure anywhere is a failure
+everywhere and no rank runs ahead into the next test's collectives. Ranks other than 0 are
+silent but for their own failures. A rank that hangs is ended by pytest-timeout, and
+the job with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.terminal import TerminalReporter
+
+from distkeras import communicators
+from distkeras.communicators._launcher import discover
+
+_LAUNCHER = discover(os.environ)
+_MANY = _LAUNCHER is not None and _LAUNCHER.size != 1
+_RANK = _LAUNCHER.rank if _LAUNCHER is not None else 0
+
+_MARKERS = (
+    "launches: starts processes of its own; runs only without a launcher",
+    "gpu: needs a GPU, CuPy and NCCL; skipped with the reason where they are missing",
+    "soak: runs for minutes; left out by default",
+    "tensorflow: needs the TensorFlow backend",
+)
+
+# Threads that libraries start once and keep.
+_LASTING_THREADS = ("pytest_timeout", "pydevd", "asyncio_", "fsspec", "ptxas")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers; silences all ranks but 0."""
+    for marker in _MARKERS:
+        config.addinivalue_line("markers", marker)
+    if not _MANY:
+        return
+    manager = config.pluginmanager
+    manager.register(_Lockstep(communicators.world()), "lockstep")
+    reporter = manager.getplugin("terminalreporter")
+    if _RANK > 0 and reporter is not None:
+        manager.unregister(reporter)
+        nowhere = open(os.devnull, "w")  # noqa: SIM115
+        config.add_cleanup(nowhere.close)
+        manager.register(TerminalReporter(config, nowhere), "terminalreporter")
+        manager.register(_OwnFailures(), "own-failures")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests that launch processes in processes that were launched."""
+    if _LAUNCHER is None:
+        return
+    skip = pytest.mark.skip(reason="starts processes of its own; run without mpiexec")
+    for item in items:
+        if item.get_closest_marker("launches") is not None:
+            item.add_marker(skip)
+
+
+class _Lockstep:
+    """Keeps the ranks together and makes their outcomes equal."""
+
+    def __init__(self, world: communicators.Communicator) -> None:
+        # Its own message space: a test that leaves a collective half done must
+        # not be answered by this plugin's.
+        self._communicator = world.duplicate()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Raises on every rank if they collected different tests."""
+        names = [item.nodeid for item in session.items]
+        communicators.agree(self._communicator, "the collected tests", names)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Any:
+        """Fails the phase on every rank if it failed on one."""
+        report = yield
+        mine = (report.outcome, report.longreprtext.strip().rpartition("\n")[2])
+        outcomes = self._communicator.allgather_object(mine)
+        failed = {
+            r: text for r, (word, text) in enumerate(outcomes) if word == "failed"
+        }
+        kinds = {word for word, _ in outcomes}
+        if len(kinds) > 1 and report.outcome != "failed":
+            if not failed:
+                failed = {
+                    r: "skipped"
+                    for r, (word, _) in enumerate(outcomes)
+                    if word != "passed"
+                }
+            report.outcome = "failed"
+            report.longrepr = "\n".join(
+                f"{report.when} failed on rank {r}: {text}"
+                for r, text in failed.items()
+            )
+            report.failed_elsewhere = True
+        return report
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Shows an error of pytest or of a plugin, on whichever rank."""
+        print(f"[rank {_RANK}] {excrepr}", file=sys.__stderr__, flush=True)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Ends the job when this rank stops for a reason of its own."""
+        if exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
+            self._communicator.abort(int(exitstatus))
+
+
+class _OwnFailures:
+    """Prints what failed on this rank and not merely elsewhere."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Writes a failed phase to stderr."""
+        if report.failed and not getattr(report, "failed_elsewhere", False):
+            print(
+                f"[rank {_RANK}] {report.nodeid}, {report.when}:\n{report.longreprtext}",
+                file=sys.__stderr__,
+                flush=True,
+            )
+
+
+@pytest.fixture(scope="session")
+def world() -> communicators.Communicator:
+    """The world communicator: `single` without mpiexec, else all its ranks."""
+    return communicators.world()
+
+
+@pytest.fixture
+def tmp_path_shared(world: communicators.Communicator, tmp_path: Path) -> Path:
+    """Rank 0's `tmp_path`, on every rank."""
+    return world.broadcast_object(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in ("PYTEST_CURRENT_TEST",):
+        before.pop(name, None)
+        after.pop(name, None)
+    changed = {n for n in before | after if before.get(n) != after.get(n)}
+    for name in changed:  # the next test starts from what this one was given
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+    assert not changed, f"the test changed environment variables: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_threads() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 2
+    while (left := _threads_since(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"the test left threads running: {left}"
+
+
+def _threads_since(before: set[threading.Thread]) -> list[str]:
+    """Names new threads; C++ threads that once called Python do not count."""
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before
+        and not isinstance(thread, threading._DummyThread)
+        and not thread.name.startswith(_LASTING_THREADS)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_temporary_files(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    before = tempfile.tempdir
+    folder = tmp_path_factory.mktemp("tempdir")
+    tempfile.tempdir = str(folder)
+    yield
+    tempfile.tempdir = before
+    left = sorted(path.name for path in folder.iterdir())
+    assert not left, f"the test left temporary files: {left}"
