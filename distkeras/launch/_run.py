@@ -1,0 +1,160 @@
+"""`distkeras run`: starts a script or module on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from distkeras.launch import _mpiexec
+from distkeras.launch import _node
+from distkeras.launch import _process
+from distkeras.launch._mpiexec import LaunchError
+
+_EPILOG = """\
+Options of mpiexec stand between ours and the script, and reach it unchanged:
+    distkeras run -n 8 --host a:4,b:4 train.py --epochs 90
+The script is then the first word that ends in .py; for another name write -- before
+it. What follows the script is the script's own.
+
+exit code: that of the first rank that failed; 2 if the ranks could not be started.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """The words after `distkeras run`, sorted by whom they are for."""
+
+    ours: list[str]
+    mpiexec: list[str]
+    program: list[str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the subcommand.
+
+    Args:
+        argv: the words after `distkeras run`.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        LaunchError: the ranks cannot be started.
+    """
+    parser, actions = _parser()
+    words = _sort(argv, actions)
+    options = parser.parse_args(words.ours)
+    if not words.program:
+        raise LaunchError(
+            "expected a script or `-m module` after the options. Received: "
+            f"{shlex.join(argv) or 'nothing'}. For example: distkeras run -n 2 train.py"
+        )
+    mpiexec = _mpiexec.find(options.mpiexec)
+    n = _default_size() if options.n == "auto" else int(options.n)
+    command = _mpiexec.command(
+        mpiexec,
+        [sys.executable, "-m", "distkeras.launch._worker", *words.program],
+        n=n,
+        tag=options.tag,
+        extra=[*shlex.split(options.mpi_args), *words.mpiexec],
+    )
+    added = _mpiexec.environment(mpiexec, os.environ, root=os.geteuid() == 0)
+    if options.dry_run:
+        settings = [f"{name}={value}" for name, value in added.items()]
+        print(shlex.join([*(["env", *settings] if settings else []), *command]))
+        return 0
+    return _process.run(command, {**os.environ, **added}, tagged=options.tag)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+    """Returns the parser of our own options, and these options."""
+    parser = argparse.ArgumentParser(
+        prog="distkeras run",
+        usage="distkeras run [-n N] [options] [mpiexec options] "
+        "(script.py | -m module) [arguments]",
+        description="Start a Python script or module on N ranks by MPI's mpiexec.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    actions = [
+        add("-h", "--help", action="help", help="show this text and exit"),
+        add(
+            "-n",
+            "-np",
+            metavar="N",
+            type=_size,
+            default="auto",
+            help="number of ranks; auto, the default: the GPUs of this machine, or "
+            "where it has none its physical cores",
+        ),
+        add("--tag", action="store_true", help="begin each line of output by [rank]"),
+        add("--dry-run", action="store_true", help="print the command, start nothing"),
+        add(
+            "--mpiexec",
+            metavar="PATH",
+            help="the launcher (default: that of this Python's environment, else the "
+            "first on the PATH)",
+        ),
+        add(
+            "--mpi-args",
+            metavar="WORDS",
+            default="",
+            help="more options for mpiexec, in one quoted word",
+        ),
+    ]
+    return parser, actions
+
+
+def _size(word: str) -> str:
+    if word == "auto" or (word.isdecimal() and int(word) > 0):
+        return word
+    raise argparse.ArgumentTypeError(f"expected a number from 1 up, or auto: {word!r}")
+
+
+def _sort(argv: Sequence[str], actions: Sequence[argparse.Action]) -> _Words:
+    """Sorts the words by whom they are for: us, mpiexec, or the program.
+
+    A word that begins with a dash and is none of our options is mpiexec's. How many
+    values follow it only mpiexec knows: all words up to the program are taken as
+    such, and the program is known by its name or by `-m` or `--` before it.
+    """
+    takes_value = {
+        name: action.nargs != 0 for action in actions for name in action.option_strings
+    }
+    words = list(argv)
+    ours: list[str] = []
+    mpiexec: list[str] = []
+    while words:
+        word = words[0]
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            return _Words(ours, mpiexec, words[1:])
+        if word == "-m":
+            return _Words(ours, mpiexec, words if len(words) > 1 else [])
+        if name in takes_value:
+            count = 2 if takes_value[name] and not equals else 1
+            ours += words[:count]
+            del words[:count]
+        elif word.startswith("-") or (mpiexec and not word.endswith(".py")):
+            mpiexec.append(words.pop(0))
+        else:
+            return _Words(ours, mpiexec, words)
+    return _Words(ours, mpiexec, [])
+
+
+def _default_size() -> int:
+    """Returns one rank a GPU, or where there is none, one a core."""
+    gpus = len(_node.visible_gpus(os.environ))
+    size = gpus or _node.usable_cores()
+    what = "GPUs" if gpus else "physical cores"
+    print(
+        f"distkeras run: {size} ranks, one for each of {size} {what}.", file=sys.stderr
+    )
+    return size
