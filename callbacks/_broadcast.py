@@ -11,6 +11,7 @@ import numpy as np
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import world
+from distkeras.gradients import canonical_path
 
 
 class BroadcastVariables(keras.callbacks.Callback):
@@ -88,7 +89,10 @@ def broadcast_variables(
     agree(
         group,
         "the variables to broadcast (path, shape and dtype, in order)",
-        [f"{v.path}: {tuple(v.shape)} {v.dtype}" for v in listed],
+        [
+            f"{n} {canonical_path(v)}: {tuple(v.shape)} {v.dtype}"
+            for n, v in enumerate(listed)
+        ],
     )
     generators = [v for v in listed if _is_seed_state(v)]
     for variable in listed:
