@@ -1,0 +1,7 @@
+"""Sharding: every kind of input that Keras takes, dealt to the ranks."""
+
+from distkeras.data._base import ShardedData as ShardedData
+from distkeras.data._predictions import gather_predictions as gather_predictions
+from distkeras.data._shard import shard as shard
+
+__all__ = ["ShardedData", "gather_predictions", "shard"]

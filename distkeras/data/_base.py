@@ -1,0 +1,180 @@
+"""What all sharded inputs have in common."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+from typing import ClassVar
+
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from distkeras.communicators._base import Communicator
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How the data is dealt: this rank takes part `rank` of `size`.
+
+    Args:
+        rank: this rank's number among those the data is dealt to.
+        size: how many ranks the data is dealt to: all of them, or 1 where the data
+            is already this rank's own.
+        own: whether the data is already this rank's own (`shard=False`).
+        stream: makes the random numbers of ranks with data of their own differ.
+    """
+
+    rank: int
+    size: int
+    own: bool = False
+    stream: int = 0
+
+    def seeds(self, seed: int) -> tuple[int, ...]:
+        """What `_order.generator` takes beside the number of the pass."""
+        return (seed, self.stream) if self.own else (seed,)
+
+
+class ShardedData(DataAdapter):  # type: ignore[misc]
+    """This rank's share of a data set, as a Keras data adapter.
+
+    Keras takes a `DataAdapter` as it is in `fit`, `evaluate` and `predict`.
+
+    In training every rank has the same number of steps. A rank that has no example
+    in a step gets a batch of zero rows. Where the number of steps is not known
+    beforehand (`num_batches` is None) such batches follow the last one without end:
+    the training step has to notice that no rank has examples left. In evaluation
+    and prediction nothing is padded, but a rank without examples gets one batch of
+    zero rows, since Keras builds metrics at the first batch.
+
+    Args:
+        part: this rank's part.
+        training: for `fit`, not for `evaluate` or `predict`.
+        seed: with the number of the pass decides the order; equal on all ranks.
+
+    Attributes:
+        kind: what the user passed, in words.
+        part: this rank's part.
+        training: for `fit`, not for `evaluate` or `predict`.
+        seed: decides the order, together with the number of the pass.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, *, part: Part, training: bool, seed: int) -> None:
+        self.part = part
+        self.training = training
+        self.seed = seed
+        self._next_pass = 0
+        self._steps: int | None = None
+        self._examples: int | None = None
+
+    @property
+    def start_pass(self) -> int:
+        """The number of the next pass over the data."""
+        return self._next_pass
+
+    @start_pass.setter
+    def start_pass(self, number: int) -> None:
+        self._next_pass = number
+
+    def set_epoch(self, epoch: int) -> None:
+        """Gives the next pass over the data the number of the epoch.
+
+        To be called before each epoch, so that a run that is resumed at an epoch
+        sees the same order as one that was not interrupted. A pass under way goes
+        on: with `steps_per_epoch` smaller than a pass, Keras continues it.
+
+        Args:
+            epoch: the number of the epoch that is about to begin, from 0.
+        """
+        self._next_pass = epoch
+
+    def _begin_pass(self) -> int:
+        """The number of the pass that begins now."""
+        number = self._next_pass
+        self._next_pass = number + 1
+        return number
+
+    @property
+    @abc.abstractmethod
+    def local_steps(self) -> int | None:
+        """Steps a pass that this rank has data for, or None if it is not known."""
+
+    def settle(self, communicator: Communicator) -> None:
+        """Agrees on the number of steps a pass. Collective.
+
+        In training it is that of the rank with the most, on all ranks; and it is
+        unknown on all ranks if it is unknown on one.
+
+        Args:
+            communicator: the ranks.
+        """
+        self._steps = self.local_steps
+        examples = self._local_examples()
+        ranks = communicator.allgather_object((self._steps, examples))
+        if self.training:
+            steps = [theirs for theirs, _ in ranks]
+            self._steps = None if None in steps else max(steps)
+        if self.part.own:
+            counts = [theirs for _, theirs in ranks]
+            examples = None if None in counts else sum(counts)
+        self._examples = examples
+
+    def _local_examples(self) -> int | None:
+        """Examples of the data this rank was given, or None if it is not known."""
+        return None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Steps a pass, padding included; None if it is not known."""
+        return self._steps
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples a step on this rank, or None if it is not known."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Whether the last batch is smaller; None if it is not known."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Samples in this rank's last batch, if that is smaller."""
+        return None
+
+    @property
+    def num_examples(self) -> int | None:
+        """Examples of all ranks together, or None if it is not known."""
+        return self._examples
+
+    @property
+    def description(self) -> str:
+        """One line for the user: what the data is and how it is dealt."""
+        steps = "unknown number of" if self.num_batches is None else self.num_batches
+        if self.part.own:
+            how = "each rank has its own"
+        else:
+            how = f"dealt to {self.part.size} ranks, {self._how()}"
+        return f"{self.kind}: {how}; {steps} steps"
+
+    def _how(self) -> str:
+        return "batches in turn"
+
+    @property
+    def rows_seen(self) -> list[int] | None:
+        """Rows of each batch of the last pass, for data dealt in batches.
+
+        None where each rank's share is one contiguous piece of the data.
+        """
+        return None
+
+    def fingerprint(self) -> list[tuple[str, Any]]:
+        """What must be the same on all ranks when one data set is dealt.
+
+        Returns:
+            Pairs of a name, in the user's words, and a value that compares equal
+            and can be pickled.
+        """
+        return []
