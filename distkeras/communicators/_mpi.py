@@ -308,7 +308,7 @@ class MPICommunicator(Communicator):
         self._broadcast_bytes(data, root)
         if head[1]:
             _raise_unpicklable({root: bytes(data).decode()}, problem)
-        return obj if self._rank == root else pickle.loads(data)
+        return obj if self._rank == root else pickle.loads(data.data)
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """Returns every rank's object, by rank; this rank's own comes back as it is.
@@ -329,7 +329,7 @@ class MPICommunicator(Communicator):
         if failures:
             _raise_unpicklable(failures, problem)
         return [
-            obj if rank == self._rank else pickle.loads(part[1:])
+            obj if rank == self._rank else pickle.loads(part[1:].data)
             for rank, part in enumerate(parts)
         ]
 

@@ -8,10 +8,17 @@ import threading
 import warnings
 
 from distkeras._errors import CommunicatorError
+from distkeras.communicators import _device
+from distkeras.communicators import _failure
+from distkeras.communicators._agreement import agree
+from distkeras.communicators._agreement import collectively
+from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._launcher import Launcher
 from distkeras.communicators._launcher import discover
 from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._nccl import NCCLCommunicator
+from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._single import SingleCommunicator
 
 VARIABLE = "DISTKERAS_COMMUNICATOR"
@@ -37,6 +44,9 @@ def init(communicator: str | None = None) -> Communicator:
     does. Call it yourself to choose the communicator, or before TensorFlow opens
     its GPUs in a script that does so early.
 
+    With more than one process it also gives each process its GPU, and makes an
+    uncaught exception on one rank end the whole job.
+
     Args:
         communicator: "single", "mpi" or "nccl". By default what the environment
             variable `DISTKERAS_COMMUNICATOR` says, else what fits: `nccl` if
@@ -50,6 +60,7 @@ def init(communicator: str | None = None) -> Communicator:
         CommunicatorError: if the word is unknown or not the one of an earlier
             call, if what it needs is missing (the message says what and how
             to get it), or if MPI does not see the processes the launcher started.
+        MismatchError: on every rank, if ranks ask for different communicators.
 
     Example:
         >>> init().size
@@ -57,14 +68,15 @@ def init(communicator: str | None = None) -> Communicator:
     """
     global _world
     with _lock:
+        if communicator is not None:
+            _check_word(communicator, "the argument of init")
         if _world is None:
             _world = _create(communicator)
-        elif communicator is not None and communicator != _world.communicator.name:
-            _check_word(communicator, "the argument")
+        elif communicator not in (None, _world.communicator.name):
             raise CommunicatorError(
-                f"The world communicator is {_world.communicator.name!r} already. "
-                f"Received: {communicator!r}. Call distkeras.init(...) once, before "
-                "anything else of distkeras."
+                f"Expected one choice of communicator, it is "
+                f"{_world.communicator.name!r} already. Received: {communicator!r}. "
+                "Call distkeras.init(...) once, before anything else of distkeras."
             )
         return _world.communicator
 
@@ -105,9 +117,11 @@ def shutdown() -> None:
     """Closes the world communicator (collective); the next use makes a new one."""
     global _world
     with _lock:
-        if _world is not None:
-            _world.communicator.close()
-        _world = None
+        current, _world = _world, None
+        if current is not None:
+            _failure.uninstall()
+            _device.release_device()
+            current.communicator.close()
 
 
 def _check_word(word: str, origin: str) -> None:
@@ -127,33 +141,113 @@ def _create(argument: str | None) -> _World:
     launcher = discover(os.environ)
     if launcher is None or launcher.size == 1:
         return _create_alone(word, origin, launcher)
-    communicator = MPICommunicator()
-    _check_size(launcher, communicator)
-    return _World(communicator, f"mpi, {communicator.size} ranks")
+    return _create_together(word, origin, launcher)
 
 
 def _create_alone(word: str | None, origin: str, launcher: Launcher | None) -> _World:
     """Makes the world of a process that no launcher gave peers."""
-    why = "one process" if launcher is None else f"one process by {launcher.name}"
+    why = "one process" if launcher is None else f"one process, by {launcher.name}"
     if word in (None, "single"):
-        return _World(SingleCommunicator(), f"single: {why}")
+        return _World(SingleCommunicator(), f"single ({why})")
     try:
-        mpi = MPICommunicator()
+        host = MPICommunicator()
     except CommunicatorError as error:
+        if word == "nccl":
+            raise
         warnings.warn(
-            f"{origin} asks for {word!r}; going on alone, with 'single'. {error}",
+            f"{origin} asks for {word!r}, but this process is alone and goes on with "
+            f"'single'. {error}",
             RuntimeWarning,
             stacklevel=4,
         )
-        return _World(SingleCommunicator(), f"single: {why}, MPI cannot be loaded")
-    return _World(mpi, f"mpi, {mpi.size} rank: asked for by {origin}")
+        return _World(SingleCommunicator(), f"single ({why}; MPI cannot be loaded)")
+    if word == "mpi":
+        return _World(host, _line(host, host.library, f"{origin}={word}"))
+    nccl = NCCLCommunicator(host)
+    return _World(nccl, _line(nccl, nccl.library, f"{origin}={word}"))
 
 
-def _check_size(launcher: Launcher, communicator: Communicator) -> None:
+def _create_together(word: str | None, origin: str, launcher: Launcher) -> _World:
+    """Makes the world of one of several processes; collective."""
+    host = MPICommunicator()
+    _check_size(launcher, host)
+    _failure.install(host)
+    agree(host, "the choice of communicator", [f"{VARIABLE}={word or '(automatic)'}"])
+    device = _pin(host)
+    if word is not None:
+        why = f"{origin}={word}"
+    else:
+        word, why = _choose(host, launcher)
+    if word == "single":
+        return _separate(host, origin)
+    if word == "mpi":
+        return _World(host, _line(host, host.library, why, device))
+    nccl = NCCLCommunicator(host)
+    library = f"{nccl.library}, {host.library}"
+    return _World(nccl, _line(nccl, library, why, device))
+
+
+def _choose(host: Communicator, launcher: Launcher) -> tuple[str, str]:
+    """Returns the word that fits on all ranks, and why."""
+    why = f"started by {launcher.name}"
+    reasons = host.allgather_object(unusable_reason())
+    lacking = [rank for rank, reason in enumerate(reasons) if reason is not None]
+    if not lacking:
+        return "nccl", why
+    where = "" if len(lacking) == host.size else f" on {name_ranks(lacking)}"
+    return "mpi", f"{why}; no nccl{where}: {reasons[lacking[0]]}"
+
+
+def _pin(host: Communicator) -> str:
+    """Gives every rank its GPU; raises on all ranks if two got the same."""
+    description = collectively(host, _device.pin_device, host.local_rank)
+    pinned = _device.pinned_device()
+    mine = (None if pinned is None else pinned.uuid, _device.sharing_allowed())
+    uuids, allowed = zip(*host.allgather_object(mine), strict=True)
+    _device.check_distinct(uuids, host.hosts, allowed)
+    return description
+
+
+def _separate(host: Communicator, origin: str) -> _World:
+    """Makes a world of one for each process, as its user insists on."""
+    count, first = host.size, host.rank == 0
+    _failure.uninstall()
+    host.close()
+    if first:
+        warnings.warn(
+            f"{origin} asks for 'single': {count} processes train {count} separate "
+            "models and exchange nothing.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    why = f"{origin}=single; {count} processes that exchange nothing"
+    return _World(SingleCommunicator(), f"single ({why})")
+
+
+def _check_size(launcher: Launcher, host: MPICommunicator) -> None:
     """Raises if MPI sees another number of processes than the launcher started."""
-    if launcher.size is None or launcher.size == communicator.size:
+    if launcher.size is None or launcher.size == host.size:
         return
     raise CommunicatorError(
-        f"{launcher.name} started {launcher.size} processes, but MPI sees "
-        f"{communicator.size}."
+        f"Expected MPI to see the {launcher.size} processes that {launcher.name} "
+        f"started. Received: {host.size} ({host.library}). Each would train a model "
+        "of its own and exchange nothing. Either mpi4py loaded another MPI than the "
+        "launcher's: use the mpiexec of that library, or name the launcher's libmpi "
+        "in the environment variable MPI4PY_LIBMPI. Or srun was started without the "
+        "protocol that library speaks: try `srun --mpi=pmix` (`srun --mpi=list` "
+        "shows what there is)."
     )
+
+
+def _line(
+    communicator: Communicator, library: str, why: str, device: str | None = None
+) -> str:
+    """Returns the description of a communicator, one line."""
+    ranks, nodes = communicator.size, len(set(communicator.hosts))
+    parts = [
+        f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}",
+        library,
+    ]
+    if device is not None:
+        parts.append(device)
+    return f"{communicator.name} ({', '.join(parts)}; {why})"

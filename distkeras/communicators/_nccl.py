@@ -1,0 +1,402 @@
+"""The communicator of device memory: NCCL through CuPy's low-level binding.
+
+NCCL has no launcher and no objects: it is composed with an MPI communicator, which
+brings its id to all ranks and carries whatever is not on a device. Written after
+NCCL's and CuPy's documentation; not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distkeras._errors import CommunicatorError
+from distkeras.communicators._agreement import collectively
+from distkeras.communicators._base import Communicator
+from distkeras.communicators._base import Op
+from distkeras.communicators._checks import check_buffer
+from distkeras.communicators._checks import check_op
+from distkeras.communicators._checks import check_open
+from distkeras.communicators._checks import check_root
+from distkeras.communicators._device import choose_device
+from distkeras.communicators._device import pinned_device
+from distkeras.communicators._device import visible_devices
+from distkeras.communicators._mpi import MPICommunicator
+
+# ncclDataType_t; CuPy's table ends before bfloat16.
+_DTYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+_BYTE = _DTYPES["uint8"]
+
+# ncclRedOp_t.
+_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
+
+
+def unusable_reason() -> str | None:
+    """Returns what this process lacks to use NCCL, or `None` if nothing.
+
+    The text names the driver, the variable or the pip package that would help.
+    Cheap things first: CuPy is imported only if the driver shows a GPU.
+    """
+    if importlib.util.find_spec("cupy") is None:
+        return (
+            "CuPy is not installed (`pip install cupy-cuda12x nvidia-nccl-cu12`, "
+            "or the cuda13x and cu13 ones with CUDA 13)"
+        )
+    if not visible_devices():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return f"CUDA shows no GPU (CUDA_VISIBLE_DEVICES is {visible!r})"
+        return (
+            "CUDA shows no GPU: this machine has none, or NVIDIA's driver "
+            "(libcuda.so.1) is not installed"
+        )
+    try:
+        with warnings.catch_warnings():
+            # CuPy warns of a missing NCCL; it is reported below.
+            warnings.simplefilter("ignore")
+            cupy = importlib.import_module("cupy")
+            nccl = importlib.import_module("cupy.cuda.nccl")
+    except Exception as error:  # any broken CUDA installation has its own
+        return (
+            f"CuPy cannot be imported ({type(error).__name__}: {error}); its pip "
+            "package must match the driver's CUDA (cupy-cuda12x, cupy-cuda13x)"
+        )
+    if not getattr(nccl, "available", False):
+        return "NCCL's library is missing (`pip install nvidia-nccl-cu12`)"
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return (
+            f"CUDA's runtime does not start ({error}); the driver may be older than "
+            "CuPy's CUDA: update it, or install the CuPy of its CUDA"
+        )
+    return None
+
+
+def _check_usable() -> None:
+    reason = unusable_reason()
+    if reason is not None:
+        raise CommunicatorError(
+            f"The nccl communicator cannot be used here: {reason}. The mpi "
+            "communicator works on any machine (DISTKERAS_COMMUNICATOR=mpi)."
+        )
+
+
+class NCCLCommunicator(Communicator):
+    """Collectives on CuPy buffers by NCCL, one GPU a rank; not run on a GPU yet.
+
+    Buffers of NumPy go to the MPI communicator it is composed with. Work on device
+    buffers is ordered by streams, without waiting on the host: it starts after what
+    the caller's stream holds, runs on a stream of its own, and what the caller's
+    stream does afterwards comes after it. `synchronize` waits for it, and sees
+    errors that NCCL reports late.
+
+    NCCL itself is connected at the first collective on a device buffer, when the
+    device has been chosen.
+
+    Args:
+        host: the MPI communicator to compose with, owned from here on; by
+            default a duplicate of MPI's world.
+
+    Raises:
+        CommunicatorError: on every rank, if a rank lacks a GPU, CuPy or NCCL; the
+            message says which, and which package or driver brings it.
+
+    Example:
+        >>> communicator = NCCLCommunicator()  # doctest: +SKIP
+        >>> buffer = cupy.ones(3, "bfloat16")  # doctest: +SKIP
+        >>> communicator.allreduce(buffer)  # doctest: +SKIP
+    """
+
+    name = "nccl"
+
+    def __init__(self, host: MPICommunicator | None = None) -> None:
+        """Checks on every rank that NCCL can be used; collective."""
+        self._host = MPICommunicator() if host is None else host
+        collectively(self._host, _check_usable)
+        self._cupy: Any = importlib.import_module("cupy")
+        self._binding: Any = importlib.import_module("cupy.cuda.nccl")
+        self._lock = threading.Lock()
+        self._nccl: Any = None
+        self._stream: Any = None
+        self._closed = False
+        self._device = self._find_device()
+
+    def _find_device(self) -> int:
+        """Returns the index of this rank's GPU."""
+        pinned = pinned_device()
+        if pinned is not None:
+            return pinned.index
+        count = int(self._cupy.cuda.runtime.getDeviceCount())
+        return choose_device(self.local_rank, count) or 0
+
+    @property
+    def rank(self) -> int:
+        """This process' number, 0 to `size - 1`."""
+        return self._host.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._host.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process' number among the ranks of its node."""
+        return self._host.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this node."""
+        return self._host.local_size
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host name of every rank, by rank."""
+        return self._host.hosts
+
+    @property
+    def host(self) -> MPICommunicator:
+        """The MPI communicator it is composed with."""
+        return self._host
+
+    @property
+    def device(self) -> int:
+        """The index of this rank's GPU among those that CUDA shows it."""
+        return self._device
+
+    @property
+    def library(self) -> str:
+        """NCCL and its version."""
+        version = int(self._binding.get_version())
+        # 2.9 and later count in steps of 10000, as 21803 for 2.18.3.
+        return f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+    def allreduce(self, buffer: Any, op: Op = "sum", *, stream: Any = None) -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: flat CuPy array (on this rank's device) or NumPy array, the
+                same length and dtype on every rank. Half precision is combined
+                by NCCL itself.
+            op: "sum", "min", "max" or "product". A NaN on any rank makes the
+                element NaN.
+            stream: the `cupy.cuda.Stream` the buffer was written on and will be
+                read on; CuPy's current one by default.
+        """
+        check_open(self._closed)
+        if isinstance(buffer, np.ndarray):
+            self._host.allreduce(buffer, op)
+            return
+        check_op(op)
+        check_buffer(buffer, writable=True)
+        if buffer.dtype.kind == "b":
+            buffer = buffer.view("uint8")
+            op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
+        elif buffer.dtype.kind == "c" and op == "sum":
+            buffer = buffer.view(f"f{buffer.dtype.itemsize // 2}")
+        number = _dtype_number(buffer.dtype)
+        floating = buffer.dtype.kind not in "iu"
+        if not buffer.size:
+            return
+        with self._ordered(stream) as (nccl, own):
+            if not (floating and op in ("min", "max")):
+                self._reduce(nccl, own, buffer, number, op)
+                return
+            # NCCL's minimum drops NaNs, as C's fmin does.
+            missing = (buffer != buffer).astype("uint8")
+            self._reduce(nccl, own, buffer, number, op)
+            self._reduce(nccl, own, missing, _BYTE, "max")
+            buffer[missing.view("bool")] = float("nan")
+
+    def _reduce(self, nccl: Any, own: Any, buffer: Any, number: int, op: str) -> None:
+        at = buffer.data.ptr
+        nccl.allReduce(at, at, buffer.size, number, _OPS[op], own.ptr)
+
+    def allgather(self, buffer: Any, *, stream: Any = None) -> list[Any]:
+        """Returns every rank's `buffer`, by rank.
+
+        Args:
+            buffer: flat CuPy or NumPy array; lengths may differ, the dtype may not.
+                The lengths travel by MPI.
+            stream: as in `allreduce`.
+        """
+        check_open(self._closed)
+        if isinstance(buffer, np.ndarray):
+            return self._host.allgather(buffer)
+        check_buffer(buffer, writable=False)
+        cupy = self._cupy
+        counts = [int(n) for n in self._host.allgather(np.array([buffer.nbytes]))]
+        longest = max(counts)
+        with self._device_context(), stream or contextlib.nullcontext():
+            # On the caller's stream, which they belong to from here on.
+            mine = cupy.zeros(longest, "uint8")
+            mine[: buffer.nbytes] = buffer.view("uint8")
+            everyone = cupy.empty((self.size, longest), "uint8")
+        if longest:
+            with self._ordered(stream) as (nccl, own):
+                nccl.allGather(
+                    mine.data.ptr, everyone.data.ptr, longest, _BYTE, own.ptr
+                )
+        return [
+            row[:count].view(buffer.dtype)
+            for row, count in zip(everyone, counts, strict=True)
+        ]
+
+    def broadcast(self, buffer: Any, root: int = 0, *, stream: Any = None) -> None:
+        """Overwrites `buffer` with that of rank `root`, in place.
+
+        Args:
+            buffer: flat CuPy or NumPy array, the same length and dtype everywhere.
+            root: the rank that sends, the same on every rank.
+            stream: as in `allreduce`.
+        """
+        check_open(self._closed)
+        if isinstance(buffer, np.ndarray):
+            self._host.broadcast(buffer, root)
+            return
+        check_root(root, self.size)
+        check_buffer(buffer, writable=True)
+        if not buffer.size:
+            return
+        with self._ordered(stream) as (nccl, own):
+            at = buffer.data.ptr
+            nccl.broadcast(at, at, buffer.nbytes, _BYTE, root, own.ptr)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it; device work may still run."""
+        check_open(self._closed)
+        self._host.barrier()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Returns rank `root`'s object, by MPI."""
+        check_open(self._closed)
+        return self._host.broadcast_object(obj, root)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, by rank, by MPI."""
+        check_open(self._closed)
+        return self._host.allgather_object(obj)
+
+    def duplicate(self) -> NCCLCommunicator:
+        """Returns the same group with a message space of its own; collective."""
+        check_open(self._closed)
+        return NCCLCommunicator(self._host.duplicate())
+
+    def synchronize(self) -> None:
+        """Waits for all device work given so far.
+
+        Raises:
+            CommunicatorError: if NCCL reports that a peer or the network failed;
+                the NCCL communicator is aborted then, so that no kernel waits on.
+        """
+        check_open(self._closed)
+        if self._nccl is None:
+            return
+        with self._device_context():
+            done = self._cupy.cuda.Event(disable_timing=True)
+            done.record(self._stream)
+            with self._failures():
+                spins = 0
+                # A plain wait would never come back after a peer's death.
+                while not done.done:
+                    self._nccl.check_async_error()
+                    spins += 1
+                    time.sleep(0 if spins < 1000 else 0.0005)
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all processes of the job at once with exit code `code`."""
+        self._host.abort(code)
+
+    def close(self) -> None:
+        """Frees NCCL's communicator and MPI's; collective, once."""
+        if self._closed:
+            return
+        if self._nccl is not None:
+            self.synchronize()
+            with self._device_context():
+                self._nccl.destroy()
+        self._closed = True
+        self._host.close()
+
+    def _device_context(self) -> Any:
+        """CUDA's current device is a thread's own, and a step runs on many."""
+        return self._cupy.cuda.Device(self._device)
+
+    @contextlib.contextmanager
+    def _ordered(self, stream: Any) -> Iterator[tuple[Any, Any]]:
+        """Gives NCCL's communicator and its stream, in order with the caller's."""
+        with self._device_context():
+            caller = self._cupy.cuda.get_current_stream() if stream is None else stream
+            nccl = self._connect()
+            own = self._stream
+            with self._failures():
+                ready = self._cupy.cuda.Event(disable_timing=True)
+                ready.record(caller)
+                own.wait_event(ready)
+                with own:
+                    yield nccl, own
+                finished = self._cupy.cuda.Event(disable_timing=True)
+                finished.record(own)
+                caller.wait_event(finished)
+
+    def _connect(self) -> Any:
+        """Returns NCCL's communicator, connected at the first call; collective."""
+        with self._lock:
+            if self._nccl is None:
+                with self._failures():
+                    # Every rank draws one, so that a failure is everyone's.
+                    mine = collectively(self._host, self._binding.get_unique_id)
+                    shared = self._host.broadcast_object(mine)
+                    self._nccl = self._binding.NcclCommunicator(
+                        self.size, shared, self.rank
+                    )
+                    self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            return self._nccl
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Aborts NCCL after its errors, so that no peer's kernel waits for ours."""
+        try:
+            yield
+        # CuPy looks the error up in a table that lacks the newer numbers.
+        except (self._binding.NcclError, KeyError) as error:
+            nccl, self._nccl = self._nccl, None
+            if nccl is not None:
+                nccl.abort()
+            raise CommunicatorError(
+                f"NCCL failed on rank {self.rank} ({self.hosts[self.rank]}, GPU "
+                f"{self._device}): {error}. A peer may have ended; NCCL_DEBUG=WARN "
+                "in the environment makes NCCL say more."
+            ) from error
+
+
+def _dtype_number(dtype: Any) -> int:
+    """Returns NCCL's number of a dtype."""
+    number = _DTYPES.get(dtype.name)
+    if number is None:
+        raise TypeError(
+            f"Expected a dtype that NCCL can combine ({', '.join(_DTYPES)}). "
+            f"Received: {dtype.name}"
+        )
+    return number
