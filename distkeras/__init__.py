@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from distkeras._collectives import barrier as barrier
     from distkeras._collectives import broadcast as broadcast
     from distkeras._collectives import broadcast_object as broadcast_object
+    from distkeras._errors import CommunicatorError as CommunicatorError
+    from distkeras._errors import DistkerasError as DistkerasError
+    from distkeras._errors import MismatchError as MismatchError
+    from distkeras._errors import ReplicaDriftError as ReplicaDriftError
     from distkeras._optimizer import DistributedOptimizer as DistributedOptimizer
     from distkeras._saving import load_model as load_model
     from distkeras._trainer import Trainer as Trainer
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
     from distkeras.communicators import size as size
 
 _LOCATIONS = {
+    "CommunicatorError": "distkeras._errors",
+    "DistkerasError": "distkeras._errors",
+    "MismatchError": "distkeras._errors",
+    "ReplicaDriftError": "distkeras._errors",
     "DistributedOptimizer": "distkeras._optimizer",
     "Trainer": "distkeras._trainer",
     "__version__": "distkeras._version",

@@ -30,6 +30,9 @@ class Backend(Protocol):
     def overrides_train_step(self, model: keras.Model) -> bool:
         """Returns whether the model brings its own `train_step`."""
 
+    def build(self, model: keras.Model, data: Any) -> None:
+        """Creates all variables of the model, its metrics and its optimizer."""
+
     def find_optimizers(
         self, model: keras.Model
     ) -> list[keras.optimizers.Optimizer]:

@@ -1,5 +1,6 @@
 """The TensorFlow backend, by the names that `backends.current()` promises."""
 
+from distkeras.backends._tensorflow_build import build
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 from distkeras.backends._tensorflow_step import find_optimizers
 from distkeras.backends._tensorflow_step import make_test_function
@@ -11,6 +12,7 @@ train_function = make_train_function
 test_function = make_test_function
 
 __all__ = [
+    "build",
     "exchange",
     "find_optimizers",
     "overrides_train_step",

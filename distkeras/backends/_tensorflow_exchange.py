@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from distkeras.backends._optimizers import accumulating_optimizers
@@ -22,6 +23,7 @@ from distkeras.backends._optimizers import gradient_scale
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
+from distkeras.gradients import canonical_path
 
 
 class TensorFlowExchange:
@@ -162,7 +164,7 @@ class TensorFlowExchange:
         if guarded:
             finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients])
         examples, nonfinite = tf.numpy_function(
-            self.exchange.reduce_counts,
+            _counts_call(self.exchange),
             [count, tf.logical_and(count > 0, tf.logical_not(finite))],
             [tf.float64, tf.bool],
         )
@@ -204,14 +206,24 @@ def _host_call(
 
     def exchange_bucket(examples: Any, *arrays: Any) -> list[Any]:
         reduced = exchange.reduce(plan, number, float(examples), arrays)
-        return [exchange.examples, *reduced]
+        return [np.float64(exchange.examples), *reduced]
 
     return exchange_bucket
 
 
+def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
+    """Returns the function that TensorFlow calls on the host between updates."""
+
+    def exchange_counts(examples: Any, nonfinite: Any) -> list[Any]:
+        total, any_nonfinite = exchange.reduce_counts(float(examples), bool(nonfinite))
+        return [np.float64(total), np.bool_(any_nonfinite)]
+
+    return exchange_counts
+
+
 def _describe(gradient: Any, variable: Any) -> Gradient:
     shape = tuple(int(d) for d in variable.shape)
-    path = getattr(variable, "path", None) or variable.name
+    path = canonical_path(variable)
     if gradient is None:
         dtype = keras.backend.standardize_dtype(variable.dtype)
         return Gradient(path, shape, dtype, exists=False)

@@ -7,4 +7,5 @@ from distkeras.gradients._plan import Bucket as Bucket
 from distkeras.gradients._plan import Gradient as Gradient
 from distkeras.gradients._plan import Placement as Placement
 from distkeras.gradients._plan import Plan as Plan
+from distkeras.gradients._plan import canonical_path as canonical_path
 from distkeras.gradients._plan import make_plan as make_plan

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 from typing import Literal
 
 import numpy as np
@@ -30,7 +32,7 @@ class Gradient:
     """One variable's gradient, as every rank must see it.
 
     Attributes:
-        path: the Keras path of the variable, to name it in errors.
+        path: the path of the variable, without Keras' numbering of layers.
         shape: of the gradient, fully known.
         dtype: NumPy's name of the gradient's dtype.
         exists: whether the loss depends on the variable.
@@ -97,12 +99,22 @@ class Plan:
     @property
     def rows(self) -> list[str]:
         """One line a variable, for comparison over ranks."""
-        return [gradient.row for gradient in self.gradients]
+        return [f"{n} {gradient.row}" for n, gradient in enumerate(self.gradients)]
 
     @property
     def nbytes(self) -> int:
         """Bytes that one exchange reduces."""
         return sum(bucket.nbytes for bucket in self.buckets)
+
+
+def canonical_path(variable: Any) -> str:
+    """Returns a variable's path without the numbers that Keras appends to names.
+
+    They count the layers that a process has made so far, and a rank that made another
+    model before is none the worse for it.
+    """
+    path = getattr(variable, "path", None) or variable.name
+    return re.sub(r"_\d+(?=/|:|$)", "", path)
 
 
 def wire_dtype(dtype: str) -> np.dtype:

@@ -1,0 +1,559 @@
+"""`Trainer`: composes broadcast, scaling, sharding, exchange and exact logs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+import keras
+from keras.src.trainers.data_adapters import array_slicing
+
+from distkeras import _logging
+from distkeras import _report
+from distkeras import backends
+from distkeras import data as data_
+from distkeras._consensus import Consensus
+from distkeras._consensus import filter_callbacks
+from distkeras._learning_rate import Rule
+from distkeras._learning_rate import scale_learning_rate
+from distkeras._learning_rate import scaling_factor
+from distkeras._learning_rate import warm_up_learning_rate
+from distkeras._metrics import exact_metrics
+from distkeras._optimizer import undistribute
+from distkeras._replicas import ReplicaCheck
+from distkeras.callbacks._broadcast import BroadcastVariables
+from distkeras.communicators import Communicator
+from distkeras.communicators import agree
+from distkeras.communicators import collectively
+from distkeras.communicators import world
+from distkeras.gradients import DEFAULT_BUCKET_BYTES
+from distkeras.gradients import GradientExchange
+
+
+
+@dataclasses.dataclass
+class _Functions:
+    """What `fit` runs, and the state of the model that it was made for."""
+
+    exchange: GradientExchange
+    train: Any
+    test: Any
+    state: tuple[Any, ...]
+
+
+class Trainer:
+    """Trains a Keras model on all ranks as one process would.
+
+    With one rank every method is Keras' own. With more, `fit` broadcasts rank 0's
+    weights, multiplies the learning rate, deals the data over ranks, averages
+    gradients by the examples behind them, and lets only rank 0 print and write. What
+    it decided is logged once.
+
+    Args:
+        model: any Keras 3 model, compiled or not. A compiled one keeps its settings.
+        learning_rate_scaling: how the learning rate grows with the number of ranks N:
+            `"linear"` (×N, Goyal et al. 2017, arXiv:1706.02677), `"sqrt"` (×√N,
+            Krizhevsky 2014, arXiv:1404.5997), None (as it is) or a function of N that
+            returns the factor. Applied once, in `fit`.
+        warmup_epochs: epochs over which the learning rate rises from its unscaled to
+            its scaled value, update by update; 0 for none.
+        seed: of the order in which data is dealt, the same on all ranks. By default
+            drawn from Python's `random` on rank 0 at every `fit`.
+        bucket_bytes: gradients are fused into buffers of at most so many bytes.
+        check_replicas: whether every epoch ends with a proof that gradients were
+            exchanged and weights are bit-equal on all ranks.
+        communicator: the ranks to train on; by default all of them.
+
+    Raises:
+        TypeError: if `model` is not a Keras model.
+        ValueError: if an option has no meaning.
+
+    Example:
+        ```python
+        trainer = distkeras.Trainer(model)
+        trainer.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+        trainer.fit(x, y, batch_size=64, epochs=90)
+        ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        learning_rate_scaling: Rule = "linear",
+        warmup_epochs: float = 0,
+        seed: int | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        check_replicas: bool = True,
+        communicator: Communicator | None = None,
+    ) -> None:
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                "Expected a Keras model (`keras.Model`). Received: "
+                f"model={model!r} of type {type(model).__name__}"
+            )
+        if not warmup_epochs >= 0:
+            raise ValueError(
+                "`warmup_epochs` must be a number of epochs >= 0. Received: "
+                f"warmup_epochs={warmup_epochs}"
+            )
+        self.model = model
+        self.communicator = communicator or world()
+        self.learning_rate_scaling = learning_rate_scaling
+        self.warmup_epochs = warmup_epochs
+        self.check_replicas = check_replicas
+        self._factor = scaling_factor(learning_rate_scaling, self.communicator.size)
+        self._seed = seed
+        self._bucket_bytes = bucket_bytes
+        self._logger = _logging.configure(self.communicator.rank)
+        self._functions: _Functions | None = None
+        self._reported = False
+
+    @property
+    def exchange(self) -> GradientExchange | None:
+        """The exchange of the newest `fit`, with its counters; None before."""
+        return self._functions.exchange if self._functions else None
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the model; arguments are those of `keras.Model.compile`.
+
+        The learning rate is that of a single process.
+        """
+        self.model.compile(*args, **kwargs)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool | str = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
+        *,
+        global_batch_size: int | None = None,
+        shard: bool | Literal["auto"] = "auto",
+    ) -> keras.callbacks.History:
+        """Trains the model; the arguments of `keras.Model.fit` keep their meaning.
+
+        They describe the whole job's data: every rank is called with the same, and
+        the data is dealt over ranks so that each sample is seen once an epoch.
+
+        Args:
+            x: input data, of any kind that Keras takes.
+            y: targets, where `x` does not bring them.
+            batch_size: examples a step **on each rank**; 32 by default.
+            epochs: number of the epoch after the last one.
+            verbose: as in Keras, for rank 0; other ranks are silent.
+            callbacks: Keras callbacks. Those that write files act on rank 0 alone.
+            validation_split: fraction of the samples, the last ones, to validate on.
+            validation_data: to validate on, on all ranks together.
+            shuffle: whether to deal another permutation every epoch.
+            class_weight: weight by class label.
+            sample_weight: weight by sample.
+            initial_epoch: number of the first epoch.
+            steps_per_epoch: steps, the same on every rank, that make an epoch.
+            validation_steps: batches of the whole validation data to use.
+            validation_batch_size: examples a validation step on each rank.
+            validation_freq: epochs between validations, or which epochs.
+            global_batch_size: examples a step on all ranks together, instead of
+                `batch_size`.
+            shard: `"auto"` deals the data over ranks; False takes `x` and the
+                validation data to be this rank's own part already.
+
+        Returns:
+            The history: the same on all ranks, exact over the whole data.
+
+        Raises:
+            ValueError: if arguments contradict each other.
+            MismatchError: on every rank, if ranks were called with different models,
+                data or options.
+            ReplicaDriftError: on every rank, at the end of an epoch, if gradients
+                were not exchanged or weights are no longer equal.
+
+        Example:
+            ```python
+            history = trainer.fit(x, y, batch_size=64, epochs=2, validation_split=0.1)
+            history.history["val_loss"][-1]
+            ```
+        """
+        if batch_size is not None and global_batch_size is not None:
+            raise ValueError(
+                "Expected `batch_size` (examples a step on each rank) or "
+                "`global_batch_size` (on all ranks together), not both. Received: "
+                f"batch_size={batch_size}, global_batch_size={global_batch_size}"
+            )
+        if self.communicator.size == 1:
+            self._report_single()
+            return self.model.fit(
+                x,
+                y,
+                batch_size=batch_size or global_batch_size,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=callbacks,
+                validation_split=validation_split,
+                validation_data=validation_data,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                sample_weight=sample_weight,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size,
+                validation_freq=validation_freq,
+            )
+        self._agree_on(
+            epochs=epochs,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            validation=validation_data is not None or bool(validation_split),
+            validation_split=validation_split,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            shard=shard,
+        )
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        data = data_.shard(
+            x,
+            y,
+            sample_weight,
+            communicator=self.communicator,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_epoch=steps_per_epoch,
+            seed=self._draw_seed(),
+            training=True,
+            shard=shard,
+        )
+        validation = None
+        if validation_data is not None:
+            validation = self._shard_whole(
+                *keras.utils.unpack_x_y_sample_weight(validation_data),
+                batch_size=validation_batch_size or data.batch_size,
+                steps=validation_steps,
+                shard=shard,
+            )
+        functions = self._prepare(data)
+        self._scale(data)
+        if not self._reported:
+            self._report(data)
+            self._reported = True
+        with self._running(functions):
+            return self.model.fit(
+                data,
+                epochs=epochs,
+                verbose=self._verbose(verbose),
+                callbacks=self._callbacks(callbacks or [], functions, data),
+                validation_data=validation,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_freq=validation_freq,
+            )
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        return_dict: bool = False,
+        *,
+        shard: bool | Literal["auto"] = "auto",
+    ) -> Any:
+        """Evaluates the model; the arguments of `keras.Model.evaluate` keep theirs.
+
+        Each rank evaluates a part; metric states are summed, results never averaged.
+
+        Args:
+            x: input data, of any kind that Keras takes.
+            y: targets, where `x` does not bring them.
+            batch_size: examples a step on each rank; 32 by default.
+            verbose: as in Keras, for rank 0; other ranks are silent.
+            sample_weight: weight by sample.
+            steps: batches of the whole data to use.
+            callbacks: Keras callbacks.
+            return_dict: whether to return results by name.
+            shard: as for `fit`.
+
+        Returns:
+            What Keras returns, the same on all ranks.
+        """
+        if self.communicator.size == 1:
+            return self.model.evaluate(
+                x,
+                y,
+                batch_size=batch_size,
+                verbose=verbose,
+                sample_weight=sample_weight,
+                steps=steps,
+                callbacks=callbacks,
+                return_dict=return_dict,
+            )
+        data = self._shard_whole(
+            x, y, sample_weight, batch_size=batch_size, steps=steps, shard=shard
+        )
+        backend = backends.current()
+        backend.build(self.model, data)
+        with self._setting(test_function=backend.test_function(self.model)):
+            return self.model.evaluate(
+                data,
+                verbose=self._verbose(verbose),
+                callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
+                return_dict=return_dict,
+            )
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        *,
+        shard: bool | Literal["auto"] = "auto",
+        gather: Literal["all", "rank0"] = "all",
+    ) -> Any:
+        """Predicts on all ranks together; the arguments of Keras keep their meaning.
+
+        Args:
+            x: input data, of any kind that Keras takes.
+            batch_size: examples a step on each rank; 32 by default.
+            verbose: as in Keras, for rank 0; other ranks are silent.
+            steps: batches of the whole data to use.
+            callbacks: Keras callbacks.
+            shard: as for `fit`.
+            gather: who gets the result: `"all"` ranks, or `"rank0"` alone.
+
+        Returns:
+            The predictions for the whole of `x`, in its order; None on other ranks
+            when `gather="rank0"`.
+        """
+        if self.communicator.size == 1:
+            return self.model.predict(
+                x,
+                batch_size=batch_size,
+                verbose=verbose,
+                steps=steps,
+                callbacks=callbacks,
+            )
+        data = self._shard_whole(
+            x, None, None, batch_size=batch_size, steps=steps, shard=shard
+        )
+        local = self.model.predict(
+            data,
+            verbose=self._verbose(verbose),
+            callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
+        )
+        return data_.gather_predictions(local, data, self.communicator, to=gather)
+
+    def save(self, filepath: Any, **kwargs: Any) -> None:
+        """Saves the model from rank 0, as an ordinary Keras file.
+
+        The file holds the learning rate of a single process.
+
+        Args:
+            filepath: where to write; `keras.Model.save` says what it can be.
+            **kwargs: further arguments of `keras.Model.save`.
+
+        Raises:
+            Exception: on every rank, if rank 0 could not write.
+        """
+        first = self.communicator.rank == 0
+        collectively(
+            self.communicator,
+            lambda: self.model.save(filepath, **kwargs) if first else None,
+        )
+
+    def summary(self, *args: Any, **kwargs: Any) -> None:
+        """Prints `keras.Model.summary` on rank 0."""
+        if self.communicator.rank == 0:
+            self.model.summary(*args, **kwargs)
+
+    def _agree_on(self, **options: Any) -> None:
+        agree(
+            self.communicator,
+            "the options of `Trainer.fit`",
+            [f"{name}={value!r}" for name, value in options.items()],
+        )
+
+    def _draw_seed(self) -> int:
+        # Every rank draws, so that the generators of a seeded script stay alike.
+        drawn = random.getrandbits(32)
+        chosen = drawn if self._seed is None else self._seed
+        return self.communicator.broadcast_object(chosen)
+
+    def _shard_whole(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        *,
+        batch_size: int | None,
+        steps: int | None,
+        shard: bool | Literal["auto"],
+    ) -> Any:
+        return data_.shard(
+            x,
+            y,
+            sample_weight,
+            communicator=self.communicator,
+            batch_size=batch_size,
+            shuffle=False,
+            steps_per_epoch=steps,
+            training=False,
+            shard=shard,
+        )
+
+    def _prepare(self, data: Any) -> _Functions:
+        """Builds the model and, where needed, the functions that Keras will call."""
+        model = self.model
+        backend = backends.current()
+        if model.optimizer is not None:
+            undistribute(model.optimizer)
+        backend.build(model, data)
+        state = _state(model, uneven=data.may_be_empty)
+        if self._functions is None or self._functions.state != state:
+            exchange = GradientExchange(
+                self.communicator, bucket_bytes=self._bucket_bytes
+            )
+            graph = backend.exchange(exchange)
+            self._functions = _Functions(
+                exchange=exchange,
+                train=backend.train_function(model, graph, uneven=data.may_be_empty),
+                test=backend.test_function(model),
+                state=state,
+            )
+        return self._functions
+
+    def _scale(self, data: Any) -> None:
+        if self.warmup_epochs and data.num_batches is None:
+            raise ValueError(
+                "`warmup_epochs` needs the number of steps of an epoch, which this "
+                f"data does not tell: {data.description}. Pass `steps_per_epoch`."
+            )
+        self._rates = []
+        for optimizer in backends.current().find_optimizers(self.model):
+            self._rates += scale_learning_rate(optimizer, self._factor)
+            if self.warmup_epochs:
+                steps = self.warmup_epochs * data.num_batches
+                warm_up_learning_rate(optimizer, steps)
+
+    def _callbacks(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        functions: _Functions,
+        data: Any,
+    ) -> list[keras.callbacks.Callback]:
+        communicator = self.communicator
+        check = ReplicaCheck(
+            communicator,
+            functions.exchange.counters,
+            backends.current().find_optimizers(self.model),
+        )
+        return [
+            BroadcastVariables(communicator=communicator),
+            _Order(data),
+            *([check] if self.check_replicas else []),
+            *filter_callbacks(callbacks, communicator.rank),
+            Consensus(communicator, functions.exchange),
+        ]
+
+    @contextlib.contextmanager
+    def _running(self, functions: _Functions) -> Iterator[None]:
+        with self._setting(
+            train_function=functions.train, test_function=functions.test
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _setting(self, **functions: Any) -> Iterator[None]:
+        """Sets functions that Keras would make, and makes logs exact, while inside."""
+        before = {name: getattr(self.model, name) for name in functions}
+        for name, function in functions.items():
+            setattr(self.model, name, function)
+        try:
+            with exact_metrics(self.model, self.communicator):
+                yield
+        finally:
+            for name, function in before.items():
+                setattr(self.model, name, function)
+
+    def _verbose(self, verbose: str | int) -> str | int:
+        return verbose if self.communicator.rank == 0 else 0
+
+    def _report(self, data: Any) -> None:
+        model = self.model
+        self._logger.info(
+            _report.decisions(
+                model,
+                self.communicator,
+                data,
+                rates=self._rates,
+                rule=_rule(self.learning_rate_scaling, self._factor),
+                jit_compile=model.jit_compile,
+                split=not backends.current().overrides_train_step(model),
+            )
+        )
+
+    def _report_single(self) -> None:
+        if not self._reported:
+            self._logger.info("1 rank: training with Keras' own fit, nothing changed")
+        self._reported = True
+
+
+class _Order(keras.callbacks.Callback):
+    """Tells the data which epoch begins, so that its order depends on that alone."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self._data = data
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._data.set_epoch(epoch)
+
+
+def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
+    """Returns what the functions of a model depend on, to be compared."""
+    return (
+        model.optimizer,
+        model._compile_loss,
+        model._compile_metrics,
+        model.jit_compile,
+        model.run_eagerly,
+        model.steps_per_execution,
+        [id(variable) for variable in model.trainable_variables],
+        more,
+    )
+
+
+def _rule(rule: Rule, factor: float) -> str:
+    name = rule if rule is None or isinstance(rule, str) else "own rule"
+    return f"{name or 'not'} scaled, x{factor:g}"
