@@ -1,0 +1,296 @@
+"""Every communicator keeps the interface's promises, with any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from distkeras._errors import CommunicatorError
+from distkeras._errors import MismatchError
+from distkeras.communicators import Communicator
+from distkeras.communicators import MPICommunicator
+from distkeras.communicators import SingleCommunicator
+from distkeras.communicators import agree
+from distkeras.communicators import collectively
+from distkeras.communicators._agreement import name_ranks
+from distkeras.communicators._launcher import discover
+
+NUMBERS = ("uint8", "int8", "int32", "int64", "float32", "float64")
+HALVES = ("float16", ml_dtypes.bfloat16)
+OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+
+class SmallChunks(MPICommunicator):
+    """Cuts messages where nobody would, to reach the seams."""
+
+    chunk_bytes = 24
+
+
+# MPI's need mpiexec: test_under_mpiexec.py runs them, at 1, 2 and 3 ranks.
+KINDS = ["single", "world"]
+if discover(os.environ) is not None:
+    KINDS += ["mpi", "self", "chunks"]
+
+
+@pytest.fixture(params=KINDS)
+def communicator(
+    request: pytest.FixtureRequest, world: Communicator
+) -> Iterator[Communicator]:
+    """Each implementation."""
+    kind = request.param
+    if kind == "single":
+        made: Communicator = SingleCommunicator()
+    elif kind == "world":
+        made = world.duplicate()
+    elif kind == "self":
+        from mpi4py import MPI
+
+        made = MPICommunicator(MPI.COMM_SELF)
+    else:
+        made = MPICommunicator() if kind == "mpi" else SmallChunks()
+    yield made
+    made.close()
+
+
+def values(rank: int, dtype: object, length: int = 17) -> np.ndarray:
+    """Small numbers that differ by rank and element; products of three are exact."""
+    return ((np.arange(length) + rank) % 4 + 1).astype(dtype)
+
+
+def same_everywhere(communicator: Communicator, array: np.ndarray) -> bool:
+    return len(set(communicator.allgather_object(array.tobytes()))) == 1
+
+
+def test_who_am_i(communicator: Communicator) -> None:
+    ranks = communicator.allgather_object(communicator.rank)
+    assert ranks == list(range(communicator.size))
+    assert 0 <= communicator.local_rank < communicator.local_size <= communicator.size
+    assert len(communicator.hosts) == communicator.size
+    here = communicator.hosts[communicator.rank]
+    assert communicator.hosts.count(here) == communicator.local_size
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", NUMBERS + HALVES)
+def test_allreduce(communicator: Communicator, dtype: object, op: str) -> None:
+    for length in (17, 17**2, 17**3):
+        buffer = values(communicator.rank, dtype, length)
+        communicator.allreduce(buffer, op)
+        everyone = [values(r, dtype, length) for r in range(communicator.size)]
+        expected = OPS[op].reduce(everyone, dtype=buffer.dtype)
+        assert buffer.dtype == expected.dtype
+        np.testing.assert_array_equal(buffer, expected)
+        assert same_everywhere(communicator, buffer)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_is_rounded_once(
+    communicator: Communicator, dtype: object
+) -> None:
+    """A big number and many small ones that half precision would lose one by one."""
+    size, rank = communicator.size, communicator.rank
+    one = np.array(1, dtype)
+    step = float(ml_dtypes.finfo(one.dtype).eps) / 2
+    buffer = np.array([1.0 if rank == 0 else step], dtype)
+    communicator.allreduce(buffer)
+    assert buffer[0] == np.float32(1 + (size - 1) * step).astype(dtype)
+
+
+def test_half_precision_overflows_to_infinity(communicator: Communicator) -> None:
+    buffer = np.array([60000.0], np.float16)
+    communicator.allreduce(buffer)
+    assert buffer[0] == (60000 if communicator.size == 1 else np.inf)
+
+
+def test_booleans(communicator: Communicator) -> None:
+    first, size = communicator.rank == 0, communicator.size
+    for op, expected in (("sum", True), ("product", size == 1), ("max", True)):
+        buffer = np.array([first, True, False])
+        communicator.allreduce(buffer, op)
+        assert buffer.tolist() == [expected, True, False]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float64", *HALVES))
+@pytest.mark.parametrize("op", OPS)
+def test_nan_wins_with_equal_bits(
+    communicator: Communicator, op: str, dtype: object
+) -> None:
+    """A NaN anywhere is one everywhere, whatever its sign and the order of ranks."""
+    last = communicator.rank == communicator.size - 1
+    nan = -np.nan if communicator.rank % 2 else np.nan
+    buffer = np.array([nan, nan if last else 1.0, 2.0, -0.0 if last else 0.0], dtype)
+    communicator.allreduce(buffer, op)
+    assert np.isnan(buffer.astype("float32")).tolist() == [True, True, False, False]
+    assert same_everywhere(communicator, buffer)
+
+
+def test_sums_have_equal_bits(communicator: Communicator) -> None:
+    generator = np.random.default_rng(communicator.rank)
+    for length in (1, 1000, 100_003):
+        buffer = generator.normal(size=length).astype("float32")
+        communicator.allreduce(buffer)
+        assert same_everywhere(communicator, buffer)
+
+
+def test_empty_buffers(communicator: Communicator) -> None:
+    empty = np.empty(0, "float32")
+    communicator.allreduce(empty)
+    communicator.broadcast(empty)
+    assert [part.size for part in communicator.allgather(empty)] == (
+        [0] * communicator.size
+    )
+
+
+@pytest.mark.parametrize("dtype", (*NUMBERS, *HALVES, "bool", "complex64"))
+def test_allgather_of_different_lengths(
+    communicator: Communicator, dtype: object
+) -> None:
+    lengths = [17, 32, 0, 81, 12, 15, 23, 22]
+    mine = values(communicator.rank, dtype, lengths[communicator.rank])
+    parts = communicator.allgather(mine)
+    assert len(parts) == communicator.size
+    for rank, part in enumerate(parts):
+        np.testing.assert_array_equal(part, values(rank, dtype, lengths[rank]))
+        assert part.dtype == mine.dtype
+        part[...] = 0  # its own memory: the input stays
+    np.testing.assert_array_equal(
+        mine, values(communicator.rank, dtype, lengths[communicator.rank])
+    )
+
+
+@pytest.mark.parametrize("dtype", (*NUMBERS, *HALVES, "bool"))
+def test_broadcast_from_each_root(communicator: Communicator, dtype: object) -> None:
+    for root in range(communicator.size):
+        buffer = values(communicator.rank, dtype)
+        communicator.broadcast(buffer, root)
+        np.testing.assert_array_equal(buffer, values(root, dtype))
+
+
+def test_objects(communicator: Communicator) -> None:
+    for root in range(communicator.size):
+        mine = {"rank": communicator.rank, "text": "é" * 100, "none": None}
+        theirs = communicator.broadcast_object(mine, root)
+        assert theirs == {"rank": root, "text": "é" * 100, "none": None}
+    gathered = communicator.allgather_object([communicator.rank] * communicator.rank)
+    assert gathered == [[r] * r for r in range(communicator.size)]
+
+
+def test_an_object_that_cannot_be_pickled(communicator: Communicator) -> None:
+    """One rank's bad object is every rank's error, and nobody waits."""
+    if isinstance(communicator, SingleCommunicator):
+        pytest.skip("a single process pickles nothing")
+    last = communicator.size - 1
+    bad = threading.Lock() if communicator.rank == last else "fine"
+    with pytest.raises(CommunicatorError, match=f"rank {last}: TypeError"):
+        communicator.allgather_object(bad)
+    with pytest.raises(CommunicatorError, match=f"rank {last}: TypeError"):
+        communicator.broadcast_object(bad, last)
+    assert communicator.allgather_object(1) == [1] * communicator.size
+
+
+def test_duplicates_do_not_hear_each_other(communicator: Communicator) -> None:
+    """Two threads, each with a communicator of its own, do not mix messages."""
+    other = communicator.duplicate()
+    results = {}
+
+    def work(name: str, group: Communicator, factor: int) -> None:
+        for _ in range(50):
+            buffer = np.full(9, factor)
+            group.allreduce(buffer)
+            results[name] = (
+                results.get(name, True) and (buffer == factor * group.size).all()
+            )
+
+    thread = threading.Thread(target=work, args=("thread", other, 100))
+    thread.start()
+    work("main", communicator, 1)
+    thread.join()
+    other.close()
+    assert results == {"thread": True, "main": True}
+
+
+def test_wrong_arguments(communicator: Communicator) -> None:
+    good = np.ones(4, "float32")
+    with pytest.raises(ValueError, match="op to be one of sum.*Received: 'mean'"):
+        communicator.allreduce(good, "mean")
+    with pytest.raises(ValueError, match="root to be a rank"):
+        communicator.broadcast(good, communicator.size)
+    with pytest.raises(ValueError, match=r"flat.*shape=\(2, 2\)"):
+        communicator.allreduce(good.reshape(2, 2))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        communicator.allreduce(good[::2])
+    with pytest.raises(TypeError, match="NumPy array.*list"):
+        communicator.allreduce([1.0])
+    good.flags.writeable = False
+    with pytest.raises(ValueError, match="writable"):
+        communicator.allreduce(good)
+    assert len(communicator.allgather(good)) == communicator.size
+
+
+def test_closed(communicator: Communicator) -> None:
+    other = communicator.duplicate()
+    other.close()
+    other.close()
+    with pytest.raises(CommunicatorError, match="closed"):
+        other.barrier()
+    communicator.barrier()
+
+
+def test_agree(communicator: Communicator) -> None:
+    agree(communicator, "rows", ["a", "b"])
+    agree(communicator, "rows", [])
+
+
+def test_agree_names_the_first_difference(communicator: Communicator) -> None:
+    if communicator.size == 1:
+        pytest.skip("one rank agrees with itself")
+    last = communicator.size - 1
+    odd = communicator.rank == last
+    rows = ["a: (2,)", "b: (3,)" if odd else "b: (4,)", "c: (5,)"]
+    with pytest.raises(MismatchError) as caught:
+        agree(communicator, "the variables", rows)
+    text = str(caught.value)
+    others = name_ranks(range(last))
+    assert f"{others}: b: (4,)" in text and f"rank {last}: b: (3,)" in text
+    assert "the variables" in text and "entry 2 of 3" in text
+    assert len(set(communicator.allgather_object(text))) == 1
+
+
+def test_agree_on_the_number_of_rows(communicator: Communicator) -> None:
+    if communicator.size == 1:
+        pytest.skip("one rank agrees with itself")
+    rows = ["a", "b"][: 2 if communicator.rank == 0 else 1]
+    with pytest.raises(MismatchError, match=r"ranks have 2, 1(, 1)* entries"):
+        agree(communicator, "rows", rows)
+
+
+def test_agree_tells_rows_from_their_concatenation(communicator: Communicator) -> None:
+    if communicator.size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(MismatchError):
+        agree(communicator, "x", ["ab", "c"] if communicator.rank else ["a", "bc"])
+
+
+def test_collectively(communicator: Communicator) -> None:
+    assert collectively(communicator, int, "12") == 12
+    last = communicator.size - 1
+
+    def fragile(rank: int) -> int:
+        if rank == last:
+            raise KeyError("gone")
+        return rank
+
+    with pytest.raises(CommunicatorError, match=f"rank {last}: KeyError: 'gone'") as e:
+        collectively(communicator, fragile, communicator.rank)
+    assert (type(e.value.__cause__) is KeyError) == (communicator.rank == last)
+
+
+def test_name_ranks() -> None:
+    assert name_ranks([4]) == "rank 4"
+    assert name_ranks([0, 1]) == "ranks 0, 1"
+    assert name_ranks([7, 0, 1, 2, 4, 5]) == "ranks 0-2, 4, 5, 7"
