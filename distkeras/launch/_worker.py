@@ -18,14 +18,15 @@ import traceback
 from collections.abc import Callable
 from collections.abc import MutableMapping
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
+from distkeras.communicators._failure import INTERRUPTED
 from distkeras.communicators._launcher import Launcher
 from distkeras.communicators._launcher import discover
 from distkeras.launch import _node
 
 _PR_SET_PDEATHSIG = 1
+_OWN_FILES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,14 +46,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run_as_main(words)
     except SystemExit as exit_:
         code = _exit_code(exit_)
-        if code:
-            _end_job(code)
-        raise
+        if code == 0:
+            raise
+        _report_exit(exit_, launcher)
     except BaseException as error:
-        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        _report(error, launcher)
-        _end_job(code)
-        sys.exit(code)
+        _report_error(error, launcher)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    else:
+        return
+    _end_job(code)
+    sys.exit(code)
 
 
 def prepare(environ: MutableMapping[str, str], launcher: Launcher) -> None:
@@ -118,18 +121,34 @@ def _exit_code(exit_: SystemExit) -> int:
     return (exit_.code & 0xFF) or int(exit_.code != 0)
 
 
-def _report(error: BaseException, launcher: Launcher | None) -> None:
-    """Prints the traceback with the rank, without the frames of this module."""
-    hidden = {__file__, runpy.__file__, "<frozen runpy>"}
-    frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in hidden:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    if launcher is not None:
-        text = f"Rank {launcher.rank} of {launcher.size} failed:\n{text}"
+def _report_exit(exit_: SystemExit, launcher: Launcher | None) -> None:
+    """Prints what Python would print, before the job is ended."""
+    if isinstance(exit_.code, int):
+        text = f"exited with code {exit_.code}; ending the other ranks"
+    else:
+        text = str(exit_.code)
+    _write(text, launcher)
+
+
+def _report_error(error: BaseException, launcher: Launcher | None) -> None:
+    """Shows an uncaught exception as Python would, without this module's frames."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        # The script's own hook; or that of a communicator, which ends the job.
+        sys.excepthook(type(error), error, trace)
+        return
+    _write("".join(traceback.format_exception(type(error), error, trace)), launcher)
+
+
+def _write(text: str, launcher: Launcher | None) -> None:
+    """Writes lines to stderr in one piece, with the rank before each."""
+    lines = text.splitlines()
+    if launcher is not None and launcher.size != 1:
+        lines = [f"[rank {launcher.rank}] {line}" for line in lines]
     sys.stdout.flush()
-    # One write: the lines of several failing ranks stay apart.
-    sys.stderr.write(text)
+    sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
 
