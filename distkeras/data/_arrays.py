@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from distkeras.data import _order
 from distkeras.data._base import Part
 from distkeras.data._base import ShardedData
+from distkeras.data._digest import digest
 from distkeras.data._streams import Reiterable
 
 
@@ -121,9 +121,9 @@ class ShardedArrays(ShardedData):
     def _how(self) -> str:
         if not self.training:
             return f"{self._used} samples in contiguous pieces"
-        order = {True: "shuffled", False: "in order"}.get(
-            self._shuffle, "shuffled within batches"
-        )
+        order = "shuffled" if self._shuffle else "in order"
+        if self._shuffle == "batch":
+            order = "shuffled within batches"
         return (
             f"{self._used} samples {order}, global batch {self._global_batch}, "
             f"{self.batch_size} on this rank"
@@ -139,7 +139,7 @@ class ShardedArrays(ShardedData):
             ("dtypes and shapes without the batch dimension", kinds),
             ("global batch size", self._global_batch),
             ("shuffle", self._shuffle),
-            ("values of the data", [_digest(leaf) for leaf in leaves]),
+            ("values of the data", [digest(leaf) for leaf in leaves]),
         ]
 
     # Which
@@ -306,20 +306,3 @@ def _dtype(leaf: Any) -> Any:
 
 def _trailing(leaf: Any) -> tuple[int | None, ...]:
     return tuple(None if size is None else int(size) for size in leaf.shape[1:])
-
-
-def _digest(leaf: Any) -> str | None:
-    """A digest of a few rows, spread over the array; None where that is not cheap."""
-    count = int(leaf.shape[0])
-    picked = np.unique(np.linspace(0, max(count - 1, 0), 16).astype(np.int64))[:count]
-    if isinstance(leaf, np.ndarray):
-        rows = leaf[picked]
-    elif hasattr(leaf, "iloc"):
-        rows = leaf.iloc[picked].to_numpy()
-    elif hasattr(leaf, "numpy") and hasattr(leaf, "__array__"):  # TensorFlow, torch
-        rows = np.stack([np.asarray(leaf[int(i)]) for i in picked]) if count else leaf
-    else:
-        return None
-    rows = np.ascontiguousarray(rows)
-    content = repr(rows.tolist()).encode() if rows.dtype == object else rows.tobytes()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

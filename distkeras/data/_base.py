@@ -34,7 +34,7 @@ class Part:
         return (seed, self.stream) if self.own else (seed,)
 
 
-class ShardedData(DataAdapter):  # type: ignore[misc]
+class ShardedData(DataAdapter):
     """This rank's share of a data set, as a Keras data adapter.
 
     Keras takes a `DataAdapter` as it is in `fit`, `evaluate` and `predict`.

@@ -13,6 +13,7 @@ import numpy as np
 from keras import tree
 from keras.src.trainers.data_adapters import data_adapter_utils
 
+from distkeras.communicators._base import Communicator
 from distkeras.data._base import ShardedData
 
 
@@ -51,7 +52,7 @@ class ShardedStream(ShardedData):
         """Up to two batches of the whole data, the same on all ranks."""
 
     def first_batches(self) -> list[Any]:
-        """Up to two batches, looked at once."""
+        """Up to two batches of the whole data, looked at once."""
         if self._samples is None:
             self._samples = self._first_batches()
         return self._samples
@@ -62,14 +63,43 @@ class ShardedStream(ShardedData):
             self._empty = empty_like(self.first_batches()[0])
         return self._empty
 
-    def borrow_types(self, zero_rows: Any) -> None:
-        """Takes types and shapes from another rank, where this one has no batch.
+    def settle(self, communicator: Communicator) -> None:
+        """Agrees on the steps a pass, and on types where a rank has no batch.
 
         Args:
-            zero_rows: the other rank's `zero_rows()`.
+            communicator: the ranks.
         """
+        super().settle(communicator)
+        if self.part.own and not all(
+            communicator.allgather_object(bool(self.first_batches()))
+        ):
+            self._borrow_types(communicator)
+
+    def _borrow_types(self, communicator: Communicator) -> None:
+        offers = communicator.allgather_object(_portable(self.zero_rows()))
+        offers = [offer for offer in offers if offer is not None]
+        if not offers:
+            raise ValueError(
+                f"Expected at least one batch on some rank. Received: an empty "
+                f"{self.kind} on every rank"
+            )
         if not self.first_batches():
-            self._samples = [zero_rows]
+            self._samples = offers[:1]
+
+    def _fingerprint_of_types(self) -> list[tuple[str, Any]]:
+        def describe(leaf: Any) -> str:
+            return f"{getattr(leaf, 'dtype', type(leaf).__name__)} {np.shape(leaf)}"
+
+        batches = self.first_batches()
+        return [
+            (
+                "types and shapes of the first batches",
+                [
+                    str(tree.map_structure(describe, batch, none_is_leaf=False))
+                    for batch in batches
+                ],
+            )
+        ]
 
     @property
     def rows_seen(self) -> list[int]:
@@ -159,6 +189,19 @@ def empty_like(batch: Any) -> Any:
         return leaf[:0] if hasattr(leaf, "shape") else np.asarray(leaf)[:0]
 
     return tree.map_structure(no_rows, batch, none_is_leaf=False)
+
+
+def _portable(batch: Any) -> Any:
+    """A batch that can be pickled: NumPy in place of tensors."""
+
+    def convert(leaf: Any) -> Any:
+        if data_adapter_utils.is_torch_tensor(leaf):
+            leaf = leaf.cpu()
+        return np.asarray(leaf) if hasattr(leaf, "__array__") else leaf
+
+    if batch is None:
+        return None
+    return tree.map_structure(convert, batch, none_is_leaf=False)
 
 
 def _to_tensorflow(leaf: Any, spec: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Python generators: one stream, of which each rank takes every `size`-th batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    NUM_BATCHES_FOR_TENSOR_SPEC,
+)
+
+from distkeras.data._base import Part
+from distkeras.data._streams import ShardedStream
+from distkeras.data._streams import take_turns
+
+
+class ShardedGenerator(ShardedStream):
+    """This rank's batches of a generator.
+
+    Every rank runs the same generator, and takes every `size`-th batch. A step of
+    all ranks is `size` batches, so `steps_per_epoch` steps are `size` times as many
+    batches. A generator cannot be started again: the next epoch goes on where the
+    last one ended. (Keras repeats the first two batches in each epoch that
+    follows the end of the generator; this does not.)
+
+    Args:
+        generator: yields tuples of one to three parts, as Keras has it.
+        steps: `steps_per_epoch`. In evaluation it limits the data.
+        part: this rank's part.
+        training: for `fit`, not for `evaluate` or `predict`.
+        seed: not used: the order is the generator's.
+    """
+
+    kind = "generator"
+
+    def __init__(
+        self,
+        generator: Iterator[Any],
+        *,
+        steps: int | None,
+        part: Part,
+        training: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(part=part, training=training, seed=seed)
+        if steps and not training:
+            generator = itertools.islice(generator, steps * part.size)
+        # Looked at in the manner of Keras: the first batches tell types and shapes.
+        first = list(itertools.islice(generator, NUM_BATCHES_FOR_TENSOR_SPEC))
+        if not first and not part.own:
+            raise ValueError(
+                "Expected a generator that yields at least one batch. Received: one "
+                "that yields none (a generator can be used only once)"
+            )
+        for batch in first[:1]:
+            if not isinstance(batch, tuple):
+                raise ValueError(
+                    "Expected a generator of tuples: (inputs,), (inputs, targets) or "
+                    "(inputs, targets, sample_weights). "
+                    f"Received: a batch of type {type(batch).__name__}"
+                )
+        self._samples = first
+        self._stream = take_turns(
+            itertools.chain(first, generator), part.rank, part.size
+        )
+
+    def _first_batches(self) -> list[Any]:
+        return self._samples or []
+
+    def _own_batches(self) -> Iterator[Any]:
+        return self._stream
+
+    @property
+    def local_steps(self) -> None:
+        """Not known."""
+        return None
+
+    def fingerprint(self) -> list[tuple[str, Any]]:
+        """Types and shapes of the first batches."""
+        return self._fingerprint_of_types()

@@ -1,0 +1,205 @@
+"""`keras.utils.PyDataset`: its batches, dealt to the ranks in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDataset
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from distkeras.data import _order
+from distkeras.data._base import Part
+from distkeras.data._digest import digest
+from distkeras.data._global_random import same_on_all_ranks
+from distkeras.data._streams import ShardedStream
+
+# Where a PyDataset has no end: more batches than any run asks for.
+_FOREVER = 1 << 62
+
+
+class ShardedPyDataset(ShardedStream):
+    """This rank's batches of a `keras.utils.PyDataset`.
+
+    With `shuffle` the batches of each pass are taken in one order that all ranks
+    share. The dataset's hooks (`on_epoch_begin`, `on_epoch_end`) run on every rank
+    with `random` and `numpy.random` in the same state, so that a shuffle in them is
+    the same everywhere; what its constructor shuffles has to be seeded.
+
+    Args:
+        dataset: the user's.
+        class_weight: as for `keras.Model.fit`.
+        shuffle: whether to take the batches in another order each pass.
+        steps: `steps_per_epoch`. In evaluation it limits the data.
+        part: this rank's part.
+        training: for `fit`, not for `evaluate` or `predict`.
+        seed: with the number of the pass decides the order.
+    """
+
+    kind = "PyDataset"
+
+    def __init__(
+        self,
+        dataset: PyDataset,
+        *,
+        class_weight: dict[int, float] | None,
+        shuffle: bool,
+        steps: int | None,
+        part: Part,
+        training: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(part=part, training=training, seed=seed)
+        self._dataset = dataset
+        self._shuffle = shuffle and training
+        self._limit = None if training or not steps else steps * part.size
+        self._hooks = 0
+        # Only for the checks it makes on a batch, and for the class weights.
+        self._keras = PyDatasetAdapter(dataset, class_weight=class_weight)
+        count = self._count()
+        if count == 0 and not part.own:
+            raise ValueError("Expected at least one batch. Received: an empty dataset")
+        if count is None and not steps:
+            name = "steps_per_epoch" if training else "steps"
+            raise ValueError(
+                f"Expected `{name}` with a PyDataset without end. Received: {name}=None"
+            )
+        self.first_batches()
+
+    def _count(self) -> int | None:
+        """Batches a pass of the whole data; None for no end."""
+        count: int | None = self._dataset.num_batches
+        if self._limit is None:
+            return count
+        return self._limit if count is None else min(count, self._limit)
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps a pass, or None for no end."""
+        count = self._count()
+        if count is None:
+            return None
+        if self.training:
+            return max(math.ceil(count / self.part.size), 1)
+        return max(len(range(self.part.rank, count, self.part.size)), 1)
+
+    def _how(self) -> str:
+        return f"batches in turn, {'shuffled' if self._shuffle else 'in order'}"
+
+    def fingerprint(self) -> list[tuple[str, Any]]:
+        """Length, types, and the arrays and lists that the dataset holds."""
+        held = [
+            (f"attribute `{name}` of the PyDataset", digest(value))
+            for name, value in sorted(vars(self._dataset).items())
+            if isinstance(value, list | tuple)
+            or (isinstance(value, np.ndarray) and value.ndim)
+        ]
+        return [
+            ("number of batches", self._count()),
+            ("shuffle", self._shuffle),
+            *self._fingerprint_of_types(),
+            *held,
+        ]
+
+    def _first_batches(self) -> list[Any]:
+        count = self._count()
+        looked_at = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+        if count is not None:
+            looked_at = min(looked_at, count)
+        return [
+            self._keras._standardize_batch(self._dataset[index])
+            for index in range(looked_at)
+        ]
+
+    def _own_batches(self) -> Iterator[Any]:
+        dealt = _Dealt(self._dataset, self._indices(self._begin_pass()))
+        workers = self._dataset.workers
+        if workers > 1 or (workers > 0 and self._dataset.use_multiprocessing):
+            batches = _from_workers(dealt)
+        else:
+            batches = (dealt[index] for index in range(len(dealt.indices)))
+        # Closed here, not by whoever collects it: that would leave workers behind.
+        with contextlib.closing(batches):
+            for batch in batches:
+                yield self._keras._standardize_batch(batch)
+
+    def _indices(self, number: int) -> Sequence[int]:
+        """The batches of this rank in one pass."""
+        rank, size = self.part.rank, self.part.size
+        count = self._count()
+        if count is None:
+            return range(rank, _FOREVER, size)
+        seed, *stream = self.part.seeds(self.seed)
+        random = _order.generator(seed, number, *stream)
+        order = _order.permutation(count, 1, self._shuffle, random)
+        return [int(index) for index in order[rank::size]]
+
+    def _prefetch(self, dataset: Any) -> Any:
+        import tensorflow as tf
+
+        workers = self._dataset.workers
+        if workers > 1 or (workers > 0 and self._dataset.use_multiprocessing):
+            # As in Keras: the workers prefetch already.
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            options.threading.private_threadpool_size = 1
+            return dataset.with_options(options)
+        return dataset.prefetch(tf.data.AUTOTUNE)
+
+    def on_epoch_begin(self) -> None:
+        """Runs the dataset's hook, with the same random numbers on all ranks."""
+        self._run_hook(self._dataset.on_epoch_begin)
+
+    def on_epoch_end(self) -> None:
+        """Runs the dataset's hook, with the same random numbers on all ranks."""
+        self._run_hook(self._dataset.on_epoch_end)
+
+    def _run_hook(self, hook: Any) -> None:
+        self._hooks += 1
+        with same_on_all_ranks(self.seed, self._hooks):
+            hook()
+
+
+class _Dealt(PyDataset):
+    """The batches of one rank in one pass, in the form that Keras' workers take."""
+
+    def __init__(self, dataset: PyDataset, indices: Sequence[int]) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self.dataset = dataset
+        self.indices = indices
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+
+def _from_workers(dealt: _Dealt) -> Iterator[Any]:
+    """The batches, made by threads or processes, in order."""
+    if not dealt.num_batches:
+        return
+    enqueuer = OrderedEnqueuer(
+        dealt,
+        workers=dealt.workers,
+        use_multiprocessing=dealt.use_multiprocessing,
+        max_queue_size=dealt.max_queue_size,
+        shuffle=False,
+    )
+    enqueuer.start()
+    try:
+        yield from itertools.islice(enqueuer.get(), dealt.num_batches)
+    finally:
+        enqueuer.stop()
