@@ -105,7 +105,9 @@ def _on_iterators(model: keras.Model, step: Function) -> Function:
 def _half(model: keras.Model, function: Function) -> Function:
     if model.run_eagerly or not model.jit_compile:
         return function
-    return tf.function(function, reduce_retracing=True, jit_compile=True)
+    return tf.function(
+        function, reduce_retracing=True, jit_compile=True, autograph=False
+    )
 
 
 def _split_step(
