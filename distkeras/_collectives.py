@@ -24,6 +24,8 @@ from distkeras.communicators import world
 
 ReduceOp = Literal["average", "sum", "min", "max", "product"]
 
+_WHAT = "the collective and its input"
+
 
 def allreduce(x: Any, *, op: ReduceOp = "average") -> Any:
     """Combines `x` over all ranks.
@@ -51,9 +53,10 @@ def allreduce(x: Any, *, op: ReduceOp = "average") -> Any:
         >>> allreduce({"loss": 0.5, "count": np.array([3])}, op="sum")
         {'loss': np.float64(0.5), 'count': array([3])}
     """
-    if op not in get_args(ReduceOp):
+    words = get_args(ReduceOp)
+    if op not in words:
         raise ValueError(
-            f"Expected op to be one of {', '.join(get_args(ReduceOp))}. Received: {op!r}"
+            f"Expected op to be one of {', '.join(words)}. Received: {op!r}"
         )
     communicator = world()
     leaves, rebuild = _prepare(communicator, f"allreduce(op={op!r})", x)
@@ -170,7 +173,7 @@ def broadcast_object(obj: Any, *, root: int = 0) -> Any:
         {'seed': 42}
     """
     communicator = world()
-    agree(communicator, "the collective", [f"broadcast_object(root={root!r})"])
+    agree(communicator, _WHAT, [f"broadcast_object(root={root!r})"])
     return communicator.broadcast_object(obj, root)
 
 
@@ -191,7 +194,7 @@ def allgather_object(obj: Any) -> list[Any]:
         ['report']
     """
     communicator = world()
-    agree(communicator, "the collective", ["allgather_object"])
+    agree(communicator, _WHAT, ["allgather_object"])
     return communicator.allgather_object(obj)
 
 
@@ -205,7 +208,7 @@ def barrier() -> None:
         >>> barrier()
     """
     communicator = world()
-    agree(communicator, "the collective", ["barrier"])
+    agree(communicator, _WHAT, ["barrier"])
     communicator.barrier()
 
 
@@ -238,12 +241,12 @@ def _prepare(
         leaves = list(_leaves(x, "x"))
         rows = [call, f"structure {_structure(x)}"]
         rows += [f"{leaf.path}: {_form(leaf.array, ragged)}" for leaf in leaves]
-    except (TypeError, OverflowError) as error:
+    except TypeError as error:
         # The others wait for this rank's rows: the error goes in their place.
         problem = error
         rows = [call, str(error)]
     try:
-        agree(communicator, "the collective and its input", rows)
+        agree(communicator, _WHAT, rows)
     except Exception as mismatch:
         raise mismatch from problem
     if problem is not None:
@@ -309,6 +312,7 @@ def _form(array: np.ndarray, ragged: bool) -> str:
 
 def _leaf(x: Any, path: str) -> _Leaf:
     """Returns a leaf's value as an array, and the way back."""
+    restore: Callable[[np.ndarray], Any]
     if isinstance(x, (bool, int, float, complex, np.generic)):
         array, restore = np.asarray(x), _number
     elif isinstance(x, np.ndarray):

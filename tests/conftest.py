@@ -2,9 +2,9 @@
 
 Run by `mpiexec -n N python -m pytest`, every rank runs the same tests. After each
 phase of a test the ranks exchange its outcome, so a failure anywhere is a failure
-everywhere and no rank runs ahead into the next test's collectives. Ranks other than 0 are
-silent but for their own failures. A rank that hangs is ended by pytest-timeout, and
-the job with it.
+everywhere, and no rank runs ahead into the next test's collectives. Ranks other than
+0 are silent but for their own failures. A rank that hangs is ended by pytest-timeout,
+and the job with it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,19 @@ _MARKERS = (
     "soak: runs for minutes; left out by default",
     "tensorflow: needs the TensorFlow backend",
 )
+
+# What TensorFlow and Keras set when they are imported, in whichever test that is.
+_LASTING_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_PLUGIN_PATH",
+    "KMP_",
+    "TF2_BEHAVIOR",
+    "TPU_",
+)
+
+# What TensorFlow removes at exit.
+_LASTING_FILES = ("__autograph_generated_file",)
 
 # Threads that libraries start once and keep.
 _LASTING_THREADS = ("pytest_timeout", "pydevd", "asyncio_", "fsspec", "ptxas")
@@ -86,7 +99,7 @@ class _Lockstep:
     ) -> Any:
         """Fails the phase on every rank if it failed on one."""
         report = yield
-        mine = (report.outcome, report.longreprtext.strip().rpartition("\n")[2])
+        mine = (report.outcome, _reason(report))
         outcomes = self._communicator.allgather_object(mine)
         failed = {
             r: text for r, (word, text) in enumerate(outcomes) if word == "failed"
@@ -117,17 +130,21 @@ class _Lockstep:
             self._communicator.abort(int(exitstatus))
 
 
+def _reason(report: pytest.TestReport) -> str:
+    """Returns what a failed phase says of itself, one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext
+    return text.strip().partition("\n")[0]
+
+
 class _OwnFailures:
     """Prints what failed on this rank and not merely elsewhere."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Writes a failed phase to stderr."""
         if report.failed and not getattr(report, "failed_elsewhere", False):
-            print(
-                f"[rank {_RANK}] {report.nodeid}, {report.when}:\n{report.longreprtext}",
-                file=sys.__stderr__,
-                flush=True,
-            )
+            head = f"[rank {_RANK}] {report.nodeid}, {report.when}:"
+            print(f"{head}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(scope="session")
@@ -147,10 +164,12 @@ def _leaves_no_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    for name in ("PYTEST_CURRENT_TEST",):
-        before.pop(name, None)
-        after.pop(name, None)
-    changed = {n for n in before | after if before.get(n) != after.get(n)}
+    changed = {
+        name
+        for name in before | after
+        if before.get(name) != after.get(name)
+        and not name.startswith(_LASTING_VARIABLES)
+    }
     for name in changed:  # the next test starts from what this one was given
         os.environ.pop(name, None)
         if name in before:
@@ -188,5 +207,9 @@ def _leaves_no_temporary_files(
     tempfile.tempdir = str(folder)
     yield
     tempfile.tempdir = before
-    left = sorted(path.name for path in folder.iterdir())
+    left = sorted(
+        path.name
+        for path in folder.iterdir()
+        if not path.name.startswith(_LASTING_FILES)
+    )
     assert not left, f"the test left temporary files: {left}"

