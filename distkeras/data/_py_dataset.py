@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -124,7 +125,7 @@ class ShardedPyDataset(ShardedStream):
         if workers > 1 or (workers > 0 and self._dataset.use_multiprocessing):
             batches = _from_workers(dealt)
         else:
-            batches = (dealt[index] for index in range(len(dealt.indices)))
+            batches = (dealt[index] for index in range(dealt.num_batches))
         # Closed here, not by whoever collects it: that would leave workers behind.
         with contextlib.closing(batches):
             for batch in batches:
@@ -187,7 +188,7 @@ class _Dealt(PyDataset):
         return self.dataset[self.indices[index]]
 
 
-def _from_workers(dealt: _Dealt) -> Iterator[Any]:
+def _from_workers(dealt: _Dealt) -> Generator[Any, None, None]:
     """The batches, made by threads or processes, in order."""
     if not dealt.num_batches:
         return

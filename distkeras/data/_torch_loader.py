@@ -5,6 +5,7 @@ PyTorch is imported only here, and this module only for a `DataLoader`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 )
 
 from distkeras.data._base import Part
+from distkeras.data._digest import digest
 from distkeras.data._global_random import same_on_all_ranks
 from distkeras.data._streams import ShardedStream
 from distkeras.data._streams import take_turns
@@ -26,8 +28,9 @@ class ShardedTorchLoader(ShardedStream):
     """This rank's batches of a torch `DataLoader`.
 
     The samplers run on every rank from one seed, and each rank loads every
-    `size`-th batch of theirs, with the workers and options of the loader. Of an
-    `IterableDataset` every rank runs the whole and keeps every `size`-th batch.
+    `size`-th batch of theirs, with the workers and options of the loader. An
+    `IterableDataset` must yield the same on every rank: each rank runs the whole and
+    keeps every `size`-th batch.
 
     Args:
         loader: the user's.
@@ -53,7 +56,8 @@ class ShardedTorchLoader(ShardedStream):
         self._limit = None if training or not steps else steps * part.size
         self._iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         # A sampler of batches, or, where the dataset makes batches, of indices.
-        self._sampler = loader.batch_sampler or loader.sampler
+        batches = loader.batch_sampler
+        self._sampler = loader.sampler if batches is None else batches
         if not self._iterable:
             self._check_sampler()
         if self._count() == 0 and not part.own:
@@ -73,12 +77,14 @@ class ShardedTorchLoader(ShardedStream):
                 "DistributedSampler, which deals it already. Leave the sampler out, "
                 "or pass `shard=False`."
             )
-        if not hasattr(self._sampler, "__len__"):
+        try:
+            len(self._sampler)
+        except (TypeError, NotImplementedError):
             raise ValueError(
                 "Expected a torch DataLoader whose sampler has a length. Received: "
-                f"{type(self._sampler).__name__}. Deal the data in the sampler, and "
-                "pass `shard=False` with an IterableDataset."
-            )
+                f"one with a {type(inner).__name__} that has none. Give it a length, "
+                "or use an IterableDataset."
+            ) from None
 
     def _count(self) -> int | None:
         """Batches a pass of the whole data; None if it is not known."""
@@ -113,12 +119,22 @@ class ShardedTorchLoader(ShardedStream):
             ("number of batches", self._count()),
             ("sampler", type(self._loader.sampler).__name__),
         ]
-        for sampler in (self._loader.sampler, self._sampler):
-            state = getattr(sampler, "generator", None)
-            if isinstance(state, torch.Generator):
-                digest = hash(tuple(state.get_state().tolist()))
-                rows.append(("state of the sampler's generator", digest))
+        for state in self._generators():
+            rows.append(("state of the sampler's generator", digest(state.get_state())))
         return [*rows, *self._fingerprint_of_types()]
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that the user gave to samplers."""
+        samplers = (self._loader.sampler, self._sampler)
+        found = [getattr(sampler, "generator", None) for sampler in samplers]
+        return [state for state in found if isinstance(state, torch.Generator)]
+
+    @contextlib.contextmanager
+    def _generator_states_kept(self) -> Iterator[None]:
+        before = [(state, state.get_state()) for state in self._generators()]
+        yield
+        for state, content in before:
+            state.set_state(content)
 
     def _first_batches(self) -> list[Any]:
         if self._iterable:
@@ -128,13 +144,9 @@ class ShardedTorchLoader(ShardedStream):
                 _standardize(batch)
                 for _, batch in zip(range(looked_at), batches, strict=False)
             ]
-        # Which batches does not matter: any has the types of all.
-        size = self._loader.batch_size or 1
-        indices: list[Any] = list(range(len(self._loader.dataset)))
-        if self._loader.batch_sampler is not None:
-            indices = [indices[i : i + size] for i in range(0, len(indices), size)]
-        looked_at = NUM_BATCHES_FOR_TENSOR_SPEC
-        loader = self._rebuilt(indices[:looked_at], num_workers=0)
+        with self._generator_states_kept():
+            drawn = self._draw(0)[:NUM_BATCHES_FOR_TENSOR_SPEC]
+        loader = self._rebuilt(drawn, num_workers=0)
         return [_standardize(batch) for batch in loader]
 
     def _own_batches(self) -> Iterator[Any]:
