@@ -414,3 +414,15 @@ def test_predictions_come_back_in_order(world: Any, count: int, to: Any) -> None
     np.testing.assert_array_equal(whole["a"], x)
     np.testing.assert_array_equal(whole["b"][0], x.astype("int32").repeat(3, 1))
     assert whole["b"][0].dtype == np.int32
+
+
+@pytest.mark.parametrize("to", ["all", "rank0"])
+def test_outputs_without_a_row_an_example_raise_on_all_ranks(
+    world: Any, to: Any
+) -> None:
+    batches = tf.data.Dataset.range(9).batch(2)
+    sharded = data.shard(batches, communicator=world, training=False)
+    local = np.concatenate([np.asarray(b) for b in sharded.get_tf_dataset()])
+    wrong = local[: len(local) - (world.rank == world.size - 1)]
+    with pytest.raises(ValueError, match="one row an example"):
+        data.gather_predictions(wrong, sharded, world, to=to)

@@ -129,6 +129,21 @@ def test_zero_rows_have_the_other_dimensions_of_the_last_batch() -> None:
         assert shapes == own + [(0, 5, 5, 3)] * (3 - len(own))
 
 
+def test_shapes_that_are_not_known_at_all() -> None:
+    def hide(x: Any) -> Any:
+        hidden = tf.numpy_function(lambda x: x, [x], tf.int64)
+        assert hidden.shape.rank is None
+        return hidden
+
+    def make() -> Any:
+        return batched(20, 8).batch(1).map(plain(hide))
+
+    for rank in shards(2, make):
+        shapes = [tuple(batch.shape) for batch in rank.get_tf_dataset()]
+        own = [(1, 8), (1, 8), (1, 4)][rank.part.rank :: 2]
+        assert shapes == own + [(0, 4)] * (2 - len(own))
+
+
 def test_zero_rows_of_every_type() -> None:
     def make() -> Any:
         ragged = tf.RaggedTensor.from_row_lengths(tf.range(6.0), [1, 2, 3])

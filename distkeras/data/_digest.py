@@ -31,8 +31,8 @@ def digest(data: Any) -> str | None:
         rows = np.array([_plain(data[i]) for i in picked], dtype=object)
     elif hasattr(data, "iloc"):
         rows = data.iloc[picked].to_numpy()
-    elif hasattr(data, "numpy") and hasattr(data, "__array__"):  # TensorFlow, torch
-        rows = np.array([np.asarray(data[int(i)]) for i in picked])
+    elif hasattr(data, "__array__"):  # dense tensors
+        rows = np.array([_on_host(data[int(i)]) for i in picked])
     else:
         return None
     if rows.dtype == object:
@@ -41,6 +41,10 @@ def digest(data: Any) -> str | None:
         content = np.ascontiguousarray(rows).tobytes()
     head = f"{count} {rows.dtype}".encode()
     return hashlib.blake2b(head + content, digest_size=8).hexdigest()
+
+
+def _on_host(row: Any) -> np.ndarray:
+    return np.asarray(row.detach().cpu() if hasattr(row, "detach") else row)
 
 
 def _plain(item: Any) -> Any:

@@ -11,6 +11,9 @@ from keras import tree
 from distkeras.communicators._base import Communicator
 from distkeras.data._base import ShardedData
 
+# Kind, shape (ragged: rows only) and dtype of an output.
+Layout = tuple[str, tuple[int, ...], str]
+
 
 def gather_predictions(
     local_outputs: Any,
@@ -46,25 +49,20 @@ def gather_predictions(
         raise ValueError(f"Expected `to` to be 'all' or 'rank0'. Received: {to!r}")
     rows = None if sharded.part.own else sharded.rows_seen
     leaves = tree.flatten(local_outputs)
-    layouts = communicator.allgather_object((rows, [_layout(leaf) for leaf in leaves]))
-    all_rows = [layout[0] for layout in layouts]
-    gathered = [
-        _gather_leaf(
-            leaf,
-            [layout[1][index] for layout in layouts],
-            all_rows,
-            communicator,
-            keep=to == "all" or communicator.rank == 0,
-        )
-        for index, leaf in enumerate(leaves)
-    ]
-    if to == "rank0" and communicator.rank != 0:
-        return None
-    return tree.pack_sequence_as(local_outputs, gathered)
+    mine = (rows, [_layout(leaf) for leaf in leaves])
+    ranks = communicator.allgather_object(mine)
+    all_rows = [theirs for theirs, _ in ranks]
+    keep = to == "all" or communicator.rank == 0
+    gathered = []
+    for index, leaf in enumerate(leaves):
+        layouts = [theirs[index] for _, theirs in ranks]
+        _check(layouts, all_rows)
+        whole = _gather_leaf(leaf, layouts, communicator, keep=keep)
+        gathered.append(_reorder(whole, all_rows) if keep else None)
+    return tree.pack_sequence_as(local_outputs, gathered) if keep else None
 
 
-def _layout(leaf: Any) -> tuple[str, tuple[int, ...], str]:
-    """Kind, shape and dtype of an output."""
+def _layout(leaf: Any) -> Layout:
     if isinstance(leaf, np.ndarray):
         return "array", leaf.shape, str(leaf.dtype)
     if hasattr(leaf, "to_tensor"):
@@ -72,34 +70,39 @@ def _layout(leaf: Any) -> tuple[str, tuple[int, ...], str]:
     return type(leaf).__name__, (), ""
 
 
-def _gather_leaf(
-    leaf: Any,
-    layouts: list[tuple[str, tuple[int, ...], str]],
-    all_rows: list[list[int] | None],
-    communicator: Communicator,
-    *,
-    keep: bool,
-) -> Any:
+def _check(layouts: list[Layout], all_rows: list[list[int] | None]) -> None:
+    """Raises on all ranks alike: all of them hold all layouts."""
     kinds = {kind for kind, *_ in layouts}
     if kinds - {"array", "ragged"}:
         raise ValueError(
             "Expected the outputs of the model to be dense or ragged, to be gathered "
             f"from all ranks. Received: {sorted(kinds)}"
         )
-    trailing = {shape[1:] for _, shape, _ in layouts if shape and shape[0]}
-    if kinds == {"array"} and len(trailing) <= 1:
-        whole = _gather_dense(leaf, layouts, communicator, keep=keep)
-    else:
-        whole = _gather_ragged(leaf, communicator)
-    if not keep:
-        return None
-    counts = [shape[0] for _, shape, _ in layouts]
-    return _reorder(whole, counts, all_rows)
+    counts = [shape[0] if shape else None for _, shape, _ in layouts]
+    expected = [
+        count if rows is None else sum(rows)
+        for rows, count in zip(all_rows, counts, strict=True)
+    ]
+    if counts != expected or None in counts:
+        raise ValueError(
+            "Expected outputs with one row an example, so rows by rank of "
+            f"{expected}. Received: {counts}"
+        )
+
+
+def _gather_leaf(
+    leaf: Any, layouts: list[Layout], communicator: Communicator, *, keep: bool
+) -> Any:
+    """The rows of all ranks, one rank after the other."""
+    trailing = {shape[1:] for _, shape, _ in layouts if shape[0]}
+    if {kind for kind, *_ in layouts} == {"array"} and len(trailing) <= 1:
+        return _gather_dense(leaf, layouts, communicator, keep=keep)
+    return _gather_ragged(leaf, communicator)
 
 
 def _gather_dense(
     leaf: np.ndarray,
-    layouts: list[tuple[str, tuple[int, ...], str]],
+    layouts: list[Layout],
     communicator: Communicator,
     *,
     keep: bool,
@@ -129,22 +132,16 @@ def _gather_ragged(leaf: Any, communicator: Communicator) -> Any:
     return tf.ragged.constant([row for part in parts for row in part], leaf.dtype)
 
 
-def _reorder(whole: Any, counts: list[int], all_rows: list[list[int] | None]) -> Any:
+def _reorder(whole: Any, all_rows: list[list[int] | None]) -> Any:
     """From the ranks' rows one after another to the order of the data."""
-    batches = [rows for rows in all_rows if rows is not None]
-    if len(batches) < len(all_rows):
-        return whole
-    if [sum(rows) for rows in batches] != counts:
-        raise ValueError(
-            f"Expected as many rows as the ranks predicted from, "
-            f"{[sum(rows) for rows in batches]}. Received: {counts}. Each output of "
-            "the model must have one row an example."
-        )
-    size = len(batches)
+    size = len(all_rows)
     number = [
         np.repeat(np.arange(len(rows)) * size + rank, rows)
-        for rank, rows in enumerate(batches)
+        for rank, rows in enumerate(all_rows)
+        if rows is not None
     ]
+    if len(number) < size or size == 1:
+        return whole
     order = np.argsort(np.concatenate(number), kind="stable")
     if isinstance(whole, np.ndarray):
         return whole[order]
