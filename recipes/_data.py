@@ -69,15 +69,17 @@ def load(name: str, folder: Path | None = None) -> Images:
             f"Expected the data to be one of {', '.join(LOADERS)}. Received: {name!r}"
         )
     world = communicators.world()
+    held: list[Images] = []
 
-    def loading_the_images(now: bool) -> Images | None:
-        return LOADERS[name](folder) if now else None
+    def loading_the_images(turn: bool) -> None:
+        if turn:
+            held.append(LOADERS[name](folder))
 
     # One rank of each node first: if there is something to download, only it does.
     first = world.local_rank == 0
-    images = communicators.collectively(world, loading_the_images, first)
-    others = communicators.collectively(world, loading_the_images, not first)
-    return images or others
+    communicators.collectively(world, loading_the_images, first)
+    communicators.collectively(world, loading_the_images, not first)
+    return held[0]
 
 
 def digits(folder: Path | None = None) -> Images:
@@ -127,7 +129,7 @@ LOADERS: dict[str, Callable[[Path | None], Images]] = {
 }
 
 
-class Augmented(keras.utils.PyDataset):  # type: ignore[misc]
+class Augmented(keras.utils.PyDataset):
     """Batches of images, moved and mirrored at random, in another order each epoch.
 
     As He et al. 2015 (arXiv:1512.03385, section 4.2) train on CIFAR: images are

@@ -94,7 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     x, y = images.x_train, keras.utils.to_categorical(images.y_train)
     training = {"x": x, "y": y, "batch_size": args.batch_size}
     if args.augment:
-        training = {"x": _data.Augmented(x, y, args.batch_size, seed=args.seed)}
+        data = _data.Augmented(
+            x, y, args.batch_size, padding=x.shape[1] // 8, seed=args.seed
+        )
+        training = {"x": data}
     steps_per_epoch = math.ceil(len(x) / (args.batch_size * world.size))
     epochs = args.epochs
     if args.steps is not None:
@@ -142,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds = time.perf_counter() - start
 
     loss = history["loss"]
-    if not np.isfinite(loss).all():
+    if not np.isfinite([*loss, *history["val_loss"]]).all():
         leave(f"The loss is not finite: {loss}. Try a lower --learning-rate.", code=1)
     if world.rank == 0:
         best = int(np.argmax(history["val_accuracy"]))
