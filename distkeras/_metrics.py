@@ -1,0 +1,459 @@
+"""Metrics of the whole data set: state is combined over ranks, results never are.
+
+Once an epoch and once an evaluation, when Keras asks for the results, the state
+variables of all metrics are added up over ranks in float64, on the host; then the
+results are computed from the state of all. Nothing is added to the compiled steps
+but, for models with several losses, the size of a batch (`_weigh_output_losses`).
+
+Variables are combined as Keras declares them, which is by adding them up. A metric
+of which that is not true says so:
+
+    class Largest(keras.metrics.Metric):
+        distributed_reduction = {"largest": "max"}  # attribute or variable name
+
+with "sum", "mean" (over ranks), "min", "max", "product" or "first" (one rank's).
+
+What stays inexact, each named once in a warning on rank 0:
+
+- a loss that is not a plain mean over examples (`reduction="sum"`,
+  `"mean_with_sample_weight"` with weights, masked values). Already in one process it
+  depends on how the data is cut in batches: what is reported is what one process
+  reports for the batches that the ranks have.
+- what a `train_step` or `test_step` returns and no metric keeps: the mean over ranks
+  of what the last steps returned, weighted by examples where their number is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from distkeras.communicators import Communicator
+from distkeras.communicators import agree
+from distkeras.communicators import collectively
+
+_REDUCTIONS = ("sum", "mean", "min", "max", "product", "first")
+_BY_AGGREGATION = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+_warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def exact_metrics(
+    model: keras.Model,
+    communicator: Communicator,
+    *,
+    examples: Callable[[], float] | None = None,
+) -> Iterator[None]:
+    """Makes the logs of `fit` and `evaluate` those of all ranks' data, while inside.
+
+    Every rank must be inside, train for as many epochs and evaluate as often. All get
+    the same keys and the same numbers to the last bit, also a rank without data.
+
+    Args:
+        model: compiled. Enter before its steps are traced.
+        communicator: the ranks whose data make up the whole.
+        examples: returns how many examples this rank's last step had; weights values
+            that are logged but kept by no metric. By default ranks weigh alike.
+
+    Raises:
+        ValueError: if a metric's `distributed_reduction` has no meaning.
+        MismatchError: on every rank, when results are due, if ranks that saw data
+            hold different metrics.
+
+    Example:
+        >>> with exact_metrics(model, communicator):
+        ...     history = model.fit(shard_x, shard_y)
+    """
+    if communicator.size == 1:
+        yield
+        return
+    _entries(model.metrics)  # complains now rather than after an epoch
+    traits: set[str] = set()
+    combined = _Combined(model, communicator, examples, traits)
+    with _losses_watched(model, traits), _asked_for_results(model, combined.results):
+        yield
+
+
+@contextlib.contextmanager
+def _asked_for_results(
+    model: keras.Model, results: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Lets `results` answer for an epoch's logs: private to Keras, and all here.
+
+    `Model._get_metrics_result_or_logs(logs)` is called once an epoch of training and
+    once an evaluation, outside compiled code, after the last batch.
+    """
+    name = "_get_metrics_result_or_logs"
+    if not hasattr(model, name):
+        raise AttributeError(
+            f"Expected `keras.Model.{name}` (Keras 3.10 to 3.15). Keras "
+            f"{keras.__version__} has none; metrics of all ranks cannot be computed."
+        )
+    object.__setattr__(model, name, results)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, name)
+
+
+@contextlib.contextmanager
+def _losses_watched(model: keras.Model, traits: set[str]) -> Iterator[None]:
+    """Makes a model's several losses means over examples: private to Keras.
+
+    Keras keeps a `Mean` for each loss where there are several, and weights it by the
+    static batch size, which a compiled TensorFlow step does not have: there it is the
+    mean over *batches*, in which a short last batch counts too much. Weighted by the
+    actual size, the parts add up to the `loss` and can be summed over ranks.
+
+    Args:
+        model: its `CompileLoss` calls, on the instance, `build` once, `call` a step,
+            and `update_state` of each of its `metrics`.
+        traits: gets "mask" and "weights" where the losses are given such.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is None:
+        yield
+        return
+    undo = contextlib.ExitStack()
+    size: list[Any] = [None]
+
+    def watch_trackers() -> None:
+        for tracker in compiled.metrics:
+            undo.enter_context(_weighted(tracker, size))
+
+    build, call = compiled.build, compiled.call
+
+    def watched_build(*args: Any, **kwargs: Any) -> None:
+        build(*args, **kwargs)
+        watch_trackers()
+
+    def watched_call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
+        if any(getattr(leaf, "_keras_mask", None) is not None for leaf in leaves):
+            traits.add("mask")
+        if sample_weight is not None:
+            traits.add("weights")
+        size[0] = keras.ops.shape(leaves[0])[0]
+        return call(y_true, y_pred, sample_weight)
+
+    with undo:
+        watch_trackers()
+        undo.enter_context(_attribute(compiled, "build", watched_build))
+        undo.enter_context(_attribute(compiled, "call", watched_call))
+        yield
+
+
+@contextlib.contextmanager
+def _weighted(tracker: keras.metrics.Metric, size: list[Any]) -> Iterator[None]:
+    original = tracker.update_state
+
+    def update_state(values: Any, sample_weight: Any = None) -> None:
+        original(values, size[0] if sample_weight is None else sample_weight)
+
+    with _attribute(tracker, "update_state", update_state):
+        yield
+
+
+@contextlib.contextmanager
+def _attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
+    # Past Keras' own __setattr__, which would track or lock what it is given.
+    object.__setattr__(instance, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(instance, name)
+
+
+def inexact_losses(model: keras.Model, traits: set[str]) -> list[str]:
+    """Returns why losses of a built model depend on how data is cut in batches.
+
+    Args:
+        model: compiled; its losses are known once a step has been traced.
+        traits: "mask" or "weights" where predictions are masked, examples weighted.
+
+    Returns:
+        One sentence part a loss, empty where all are plain means over examples.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    reasons = []
+    for entry in (compiled and compiled._flat_losses) or []:
+        reduction = getattr(entry.loss, "reduction", None)
+        name = f"loss '{entry.loss.name}'"
+        if reduction == "sum":
+            reasons.append(f"{name}: reduction='sum' adds up a batch")
+        elif reduction == "mean_with_sample_weight" and "weights" in traits:
+            reasons.append(f"{name}: each batch is divided by its sample weights")
+        elif "mask" in traits and reduction is not None:
+            reasons.append(f"{name}: each batch is divided by its unmasked values")
+    return reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A state variable, and how the ranks' values of it are combined."""
+
+    variable: Any
+    name: str
+    reduction: str
+
+    @property
+    def row(self) -> str:
+        shape = tuple(self.variable.shape)
+        return f"{self.name}: {self.variable.dtype} {shape}, {self.reduction}"
+
+
+def _entries(metrics: Sequence[keras.metrics.Metric]) -> list[_Entry]:
+    """Returns the state of `metrics` and of those within them, each variable once."""
+    found: dict[int, _Entry] = {}
+    for metric in metrics:
+        # `CompileMetrics` lists its parts in `metrics`; others track them.
+        parts = getattr(metric, "metrics", None) or metric._metrics
+        for entry in _entries(parts):
+            found.setdefault(id(entry.variable), entry)
+        declared = _declared(metric)
+        for variable in metric.variables:
+            reduction = declared.get(id(variable)) or _BY_AGGREGATION.get(
+                str(variable.aggregation), "first"
+            )
+            name = f"{metric.name}/{variable.name}"
+            found.setdefault(id(variable), _Entry(variable, name, reduction))
+    return list(found.values())
+
+
+def _declared(metric: keras.metrics.Metric) -> dict[int, str]:
+    """Returns the reductions that a metric declares, by the variable's id."""
+    result = {}
+    for key, reduction in getattr(metric, "distributed_reduction", {}).items():
+        if reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"Expected a reduction among {', '.join(_REDUCTIONS)}. Received: "
+                f"distributed_reduction[{key!r}]={reduction!r} in metric "
+                f"'{metric.name}'"
+            )
+        held = {id(leaf) for leaf in keras.tree.flatten(vars(metric).get(key))}
+        chosen = [v for v in metric.variables if v.name == key or id(v) in held]
+        if not chosen and metric.variables:
+            names = ", ".join(sorted({v.name for v in metric.variables}))
+            raise ValueError(
+                "Expected the keys of `distributed_reduction` to be attributes or "
+                f"variables ({names}) of metric '{metric.name}'. Received: {key!r}"
+            )
+        result.update({id(variable): reduction for variable in chosen})
+    return result
+
+
+class _Combined:
+    """The results of a model's metrics over all ranks, each time they are due."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        communicator: Communicator,
+        examples: Callable[[], float] | None,
+        traits: set[str],
+    ) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._examples = examples
+        self._traits = traits
+
+    def results(self, logs: Any) -> dict[str, Any]:
+        """Returns the logs of an epoch or evaluation; collective.
+
+        Args:
+            logs: what the last step on this rank returned, empty without data.
+        """
+        communicator = self._communicator
+        logs = logs if isinstance(logs, Mapping) else {}
+        entries = _entries(self._model.metrics)
+        rows = [entry.row for entry in entries]
+        digest = hashlib.blake2b("\n".join(rows).encode()).digest()
+        # Every rank sends every message below, whatever it holds: no rank may rely
+        # on what the others hold before it has heard of it.
+        held = communicator.allgather_object((digest, len(rows), bool(logs)))
+        leader = max(
+            range(communicator.size), key=lambda r: (held[r][2], held[r][1], -r)
+        )
+        follows = [digest == held[leader][0] for digest, _, _ in held]
+        if not all(follows):
+            self._check(entries, rows, leader, follows)
+        _reduce(entries, leader, communicator, follows, [has for *_, has in held])
+
+        def results_of_metrics() -> tuple[dict[str, Any], list[str], list[str]] | None:
+            if communicator.rank != leader:
+                return None
+            results = _plain(self._model.get_metrics_result())
+            extra = sorted(set(logs) - set(results))
+            return results, extra, list(logs) or list(results)
+
+        # An error in `result()`, of metrics that never saw data, is every rank's.
+        mine = collectively(communicator, results_of_metrics)
+        results, extra, wanted = communicator.broadcast_object(mine, leader)
+        if extra:
+            results.update(self._averages(extra, logs))
+        self._warn(extra, entries)
+        return {name: results[name] for name in wanted}
+
+    def _check(
+        self,
+        entries: Sequence[_Entry],
+        rows: Sequence[str],
+        leader: int,
+        follows: Sequence[bool],
+    ) -> None:
+        """Raises on all ranks if one that lacks metrics has seen data; collective."""
+        communicator = self._communicator
+        without_data = not any(np.any(_value(entry.variable)) for entry in entries)
+        excused = communicator.allgather_object(without_data)
+        if not all(f or e for f, e in zip(follows, excused, strict=True)):
+            agree(communicator, "the state of the metrics", rows)
+
+    def _averages(
+        self, names: Sequence[str], logs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the mean over ranks of what no metric keeps; collective."""
+        weight = self._examples() if self._examples is not None else float(bool(logs))
+        mine = {name: _plain(logs[name]) for name in names if name in logs}
+        gathered = self._communicator.allgather_object((weight, mine))
+        result = {}
+        for name in names:
+            values = [(w, v[name]) for w, v in gathered if name in v and w > 0]
+            values = values or [(1.0, v[name]) for _, v in gathered if name in v]
+            result[name] = _weighted_mean(values)
+        return result
+
+    def _warn(self, extra: Sequence[str], entries: Sequence[_Entry]) -> None:
+        if self._communicator.rank != 0:
+            return
+        texts = []
+        for reason in inexact_losses(self._model, self._traits):
+            texts.append(
+                f"{reason}. Such a loss depends on how examples are grouped in "
+                "batches: it is reported, and its gradient averaged, for the batches "
+                "of each rank, not for the global batch."
+            )
+        for name in extra:
+            texts.append(
+                f"'{name}' is logged by the step but kept by no metric: logged is the "
+                "mean over ranks of their last values. Use a `keras.metrics.Metric` "
+                "for the value of the whole data."
+            )
+        for entry in entries:
+            if str(entry.variable.aggregation) == "none" and entry.reduction == "first":
+                texts.append(
+                    f"metric variable '{entry.name}' is declared with "
+                    "aggregation='none': one rank's value is used. Declare "
+                    "`distributed_reduction` in the metric's class."
+                )
+        known = _warned.setdefault(self._model, set())
+        for text in texts:
+            if text not in known:
+                known.add(text)
+                warnings.warn(f"Not exact over ranks: {text}", stacklevel=2)
+
+
+def _reduce(
+    entries: Sequence[_Entry],
+    leader: int,
+    communicator: Communicator,
+    follows: Sequence[bool],
+    has_data: Sequence[bool],
+) -> None:
+    """Combines the state of the ranks that follow the leader; collective.
+
+    One float64 buffer an operation: integers are exact to 2**53, float32 counts no
+    longer only to 2**24. Ranks that do not hold the leader's variables, having seen
+    no data, send what changes nothing.
+    """
+    rank = communicator.rank
+    groups: dict[str, list[_Entry]] = {"sum": [], "min": [], "product": []}
+    for entry in entries:
+        group = {"min": "min", "max": "min", "product": "product"}
+        groups[group.get(entry.reduction, "sum")].append(entry)
+    sizes = {op: sum(_length(e) for e in members) for op, members in groups.items()}
+    if not all(follows):
+        sizes = communicator.broadcast_object(sizes, leader)
+    contributors = [f and d for f, d in zip(follows, has_data, strict=True)]
+    count = sum(contributors) or 1
+    neutral = {"sum": 0.0, "min": math.inf, "product": 1.0}
+    for op, members in groups.items():
+        if not sizes[op]:
+            continue
+        buffer = np.full(sizes[op], neutral[op], dtype="float64")
+        if follows[rank]:
+            parts = []
+            for entry in members:
+                value = _value(entry.variable).astype("float64").ravel()
+                if entry.reduction == "max":
+                    value = -value
+                elif entry.reduction == "first" and rank != leader:
+                    value = np.zeros_like(value)
+                elif entry.reduction == "mean":
+                    value = (
+                        value / count if contributors[rank] else np.zeros_like(value)
+                    )
+                parts.append(value)
+            buffer[:] = np.concatenate(parts)
+        communicator.allreduce(buffer, op)  # type: ignore[arg-type]
+        if follows[rank]:
+            _assign(members, buffer)
+
+
+def _assign(entries: Sequence[_Entry], buffer: np.ndarray) -> None:
+    offset = 0
+    for entry in entries:
+        variable, length = entry.variable, _length(entry)
+        value = buffer[offset : offset + length].reshape(variable.shape)
+        offset += length
+        if entry.reduction == "max":
+            value = -value
+        if "int" in str(variable.dtype):
+            value = np.rint(value).astype("int64")
+        variable.assign(keras.ops.cast(value, variable.dtype))
+
+
+def _length(entry: _Entry) -> int:
+    return math.prod(entry.variable.shape)
+
+
+def _value(variable: Any) -> np.ndarray:
+    value = keras.ops.convert_to_tensor(variable)
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _weighted_mean(values: Sequence[tuple[float, Any]]) -> Any:
+    """Returns the mean of (weight, value) pairs; the first of what has no mean."""
+    first = values[0][1]
+    if isinstance(first, Mapping):
+        return {
+            name: _weighted_mean([(w, v[name]) for w, v in values if name in v])
+            for name in first
+        }
+    try:
+        total = sum(w * np.asarray(v, "float64") for w, v in values)
+        return _plain(total / math.fsum(w for w, _ in values))
+    except (TypeError, ValueError):  # not numbers, or of different shapes
+        return first
+
+
+def _plain(value: Any) -> Any:
+    """Returns numbers and arrays of the host for tensors, other values unchanged."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
+        value = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    return float(value) if isinstance(value, np.floating) else value
