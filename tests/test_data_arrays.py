@@ -189,7 +189,7 @@ def test_global_batch_that_the_ranks_do_not_divide() -> None:
     ranks = shards(3, column(23), global_batch_size=4, shuffle=False)
     seen = [numbers(rank.get_tf_dataset()) for rank in ranks]
     assert steps(seen) == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
-    assert [rank.batch_size for rank in ranks] == [2, 1, 1]
+    assert [rank.batch_size for rank in ranks] == [2, 2, 2]
     fewer = shards(3, column(4), global_batch_size=2, shuffle=False)
     assert numbers(fewer[2].get_tf_dataset()) == [[], []]
     assert fewer[2].get_tf_dataset().element_spec.shape.as_list() == [None, 1]
@@ -205,6 +205,18 @@ def test_steps_per_epoch_without_batch_size_divides_the_whole_data() -> None:
     assert ranks[0].num_batches == expected.num_batches
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("count", COUNTS)
+def test_ranks_know_whether_one_may_be_without_samples(
+    count: int, batch: int, size: int
+) -> None:
+    ranks = shards(size, column(count), batch_size=batch)
+    seen = [numbers(rank.get_numpy_iterator()) for rank in ranks]
+    empty = any(not part for part in itertools.chain(*seen))
+    assert [rank.may_be_empty for rank in ranks] == [empty] * size
+
+
 def test_defaults_and_descriptions() -> None:
     first, second = shards(2, column(103))
     assert (first.batch_size, first.num_batches) == (32, 2)
@@ -212,8 +224,8 @@ def test_defaults_and_descriptions() -> None:
     assert (first.partial_batch_size, second.partial_batch_size) == (20, 19)
     assert first.num_examples == 103
     assert first.description == (
-        "arrays: dealt to 2 ranks, 103 samples shuffled, global batch 64, 32 on this "
-        "rank; 2 steps"
+        "arrays: dealt to 2 ranks, 103 samples shuffled, global batch 64, 32 a rank; "
+        "2 steps"
     )
     even = shards(2, column(64))[0]
     assert not even.has_partial_batch and even.partial_batch_size is None

@@ -108,6 +108,7 @@ def test_py_dataset(count: int, size: int, workers: int, shuffle: bool) -> None:
         assert found[size * steps - padding :] == [[]] * padding
         if not shuffle:
             assert found[: len(expected)] == expected
+        assert {rank.may_be_empty for rank in ranks} == {padding > 0}
     if shuffle and count == 33:
         assert passes[0] != passes[1]
         again = shards(size, make, shuffle=True)

@@ -68,6 +68,7 @@ def test_known_length(count: int, size: int) -> None:
     for _ in range(2):
         found = in_turn([numbers(dataset) for dataset in datasets])
         assert found == expected + [[]] * (steps * size - len(expected))
+    assert {rank.may_be_empty for rank in ranks} == {[] in found}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -92,9 +92,16 @@ class ShardedArrays(ShardedData):
 
     @property
     def batch_size(self) -> int:
-        """Samples a step on this rank."""
-        start, stop = _order.share(self._global_batch, self.part.rank, self.part.size)
-        return max(stop - start, 1)
+        """Samples a step on the rank that has the most; the same on all ranks."""
+        return math.ceil(self._global_batch / self.part.size)
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a rank may have a step without examples; the same on all ranks."""
+        if self.part.own or not self.training:
+            return True
+        smallest = min(self._global_batch, self._rest() or self._global_batch)
+        return smallest < self.part.size
 
     @property
     def has_partial_batch(self) -> bool:
@@ -126,7 +133,7 @@ class ShardedArrays(ShardedData):
             order = "shuffled within batches"
         return (
             f"{self._used} samples {order}, global batch {self._global_batch}, "
-            f"{self.batch_size} on this rank"
+            f"{self.batch_size} a rank"
         )
 
     def fingerprint(self) -> list[tuple[str, Any]]:

@@ -131,8 +131,13 @@ class ShardedData(DataAdapter):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples a step on this rank, or None if it is not known."""
+        """Samples a step and rank, or None if it is not known."""
         return None
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a rank may have a step without examples; the same on all ranks."""
+        return True
 
     @property
     def has_partial_batch(self) -> bool | None:

@@ -91,6 +91,13 @@ class ShardedPyDataset(ShardedStream):
             return max(math.ceil(count / self.part.size), 1)
         return max(len(range(self.part.rank, count, self.part.size)), 1)
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a rank may have a step without examples; the same on all ranks."""
+        if self.part.own or not self.training:
+            return True
+        return (self._count() or 0) % self.part.size != 0
+
     def _how(self) -> str:
         return f"batches in turn, {'shuffled' if self._shuffle else 'in order'}"
 

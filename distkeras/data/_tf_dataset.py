@@ -113,6 +113,13 @@ class ShardedTFDataset(ShardedData):
         return None
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether a rank may have a step without examples; the same on all ranks."""
+        if self.part.own or not self.training:
+            return True
+        return self._cardinality != _INFINITE and self._padded_anywhere()
+
+    @property
     def rows_seen(self) -> list[int]:
         """Rows of each batch of the last pass, in evaluation and prediction."""
         return self._rows
