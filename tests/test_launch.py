@@ -207,6 +207,14 @@ def test_without_a_script_the_error_shows_a_command(
     assert "distkeras run -n 2 train.py" in capsys.readouterr().err
 
 
+def test_a_missing_script_is_one_error_not_one_a_rank(
+    fake_mpiexec: FakeMpiexec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fake_mpiexec("MPICH")
+    assert _cli.main(["run", "-n", "2", "--mpiexec", path, "missing.py"]) == 2
+    assert capsys.readouterr().err.endswith("no such file: missing.py\n")
+
+
 @pytest.mark.parametrize("word", ["0", "-1", "two", "1.5"])
 def test_size_must_be_a_positive_number(
     word: str, capsys: pytest.CaptureFixture[str]
@@ -258,6 +266,18 @@ def test_threads_are_shared_out_unless_set() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": ""}
     _worker.prepare(environ, launcher(0, 1))
     assert not set(names) & set(environ)
+
+
+@pytest.mark.launches
+def test_cores_are_those_this_process_may_use() -> None:
+    code = (
+        "import os; from distkeras.launch import _node; "
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "print(_node.usable_cores())"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert answer.stdout == b"1\n"
+    assert 1 <= CORES <= len(os.sched_getaffinity(0))
 
 
 # Real jobs
@@ -414,6 +434,21 @@ def test_each_rank_gets_its_share_of_threads(
         }
         for rank in range(2)
     ]
+
+
+@pytest.mark.launches
+def test_rank_0_reads_standard_input(tmp_path: Path, mpiexec: list[str]) -> None:
+    """By lines: Open MPI 5 does not pass the end of the input on."""
+    text = "if rank == 0: print(sys.stdin.readline() + sys.stdin.readline())\n"
+    script = write(tmp_path, "read.py", text)
+    answer = subprocess.run(
+        job("-n", 2, *mpiexec, script),
+        input="one\ntwo\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert answer.stdout == "one\ntwo\n\n"
 
 
 @pytest.mark.launches

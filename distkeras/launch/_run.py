@@ -67,7 +67,14 @@ def main(argv: Sequence[str]) -> int:
         settings = [f"{name}={value}" for name, value in added.items()]
         print(shlex.join([*(["env", *settings] if settings else []), *command]))
         return 0
+    _check_exists(words.program[0])
     return _process.run(command, {**os.environ, **added}, tagged=options.tag)
+
+
+def _check_exists(script: str) -> None:
+    """Raises once, where otherwise every rank would."""
+    if script != "-m" and not os.path.exists(script):
+        raise LaunchError(f"expected a script or `-m module`; no such file: {script}")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
