@@ -1,0 +1,346 @@
+"""The recipes: their images, then whole runs with the files that they leave."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import distkeras
+from distkeras import communicators
+from distkeras.recipes import _data
+from distkeras.recipes import resnet
+
+RESULT = re.compile(
+    r"^ResNet-20 on (?P<data>\w+), ranks: (?P<ranks>\d+), "
+    r"val_accuracy: (?P<accuracy>[\d.]+) in epoch (?P<epoch>\d+) of (?P<epochs>\d+), "
+    r"time: (?P<seconds>[\d.]+) s, samples/s: (?P<speed>\d+), "
+    r"best model: (?P<model>\S+)$",
+    re.MULTILINE,
+)
+
+# Images
+
+
+def test_digits_are_split_and_normalized_alike_everywhere(
+    world: communicators.Communicator,
+) -> None:
+    images = _data.load("digits")
+    assert images.x_train.shape == (1437, 8, 8, 1)
+    assert images.x_val.shape == (360, 8, 8, 1)
+    assert images.x_train.dtype == images.x_val.dtype == np.float32
+    assert abs(images.x_train.mean()) < 1e-5
+    assert abs(images.x_train.std() - 1) < 1e-5
+    assert 0.9 < images.x_val.std() < 1.1
+    for y in (images.y_train, images.y_val):
+        assert set(y) == set(range(images.num_classes))
+    sums = world.allgather_object([float(images.x_val.sum()), *images.y_val])
+    assert all(theirs == sums[0] for theirs in sums)
+
+
+def test_no_digit_is_in_both_parts() -> None:
+    images = _data.load("digits")
+    train = {image.tobytes() for image in images.x_train}
+    val = {image.tobytes() for image in images.x_val}
+    assert len(train) == 1437
+    assert not train & val
+
+
+def test_synthetic_images_are_the_same_each_time() -> None:
+    first, second = _data.load("synthetic"), _data.load("synthetic")
+    assert first.x_train.shape == (2048, 32, 32, 3)
+    assert_array_equal(first.x_train, second.x_train)
+    assert_array_equal(first.y_val, second.y_val)
+
+
+def write_cifar10(folder: Path, count: int = 20) -> None:
+    """Writes files in the format of CIFAR-10's python version."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(3)
+    for name in _data._CIFAR10_FILES:
+        batch = {
+            b"data": random.integers(256, size=(count, 3072), dtype="uint8"),
+            b"labels": [int(label) for label in np.arange(count) % 10],
+        }
+        (folder / name).write_bytes(pickle.dumps(batch))
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-10-batches-py"])
+def test_cifar10_is_read_from_a_folder(
+    world: communicators.Communicator, tmp_path_shared: Path, inside: str
+) -> None:
+    if world.rank == 0:
+        write_cifar10(tmp_path_shared / "data" / inside)
+    world.barrier()
+    images = _data.load("cifar10", tmp_path_shared / "data")
+    assert images.x_train.shape == (100, 32, 32, 3)
+    assert images.x_val.shape == (20, 32, 32, 3)
+    assert list(images.y_val) == [*range(10)] * 2
+    # Each channel on its own; rows of a file are red, green, blue planes.
+    assert np.abs(images.x_train.mean((0, 1, 2))).max() < 1e-5
+    path = tmp_path_shared / "data" / inside / "data_batch_1"
+    row = pickle.loads(path.read_bytes())[b"data"][7]
+    green = row[1024:2048].reshape(32, 32)
+    assert np.corrcoef(green.ravel(), images.x_train[7, :, :, 1].ravel())[0, 1] > 0.9999
+
+
+def test_missing_files_are_named_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").touch()
+    with pytest.raises(
+        distkeras.CommunicatorError,
+        match=r"rank 0: DataError: (?s:.*)Missing: data_batch_2, .*test_batch\. "
+        r"Download https://.* and unpack",
+    ):
+        _data.load("cifar10", tmp_path)
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(distkeras.CommunicatorError, match=r"pip install scikit-learn"):
+        _data.load("digits")
+
+
+def test_unknown_data_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of digits, cifar10, synthetic.*'mnist'"):
+        _data.load("mnist")
+
+
+# Augmentation
+
+
+def test_crops_are_windows_of_the_padded_image() -> None:
+    x = np.random.default_rng(0).normal(size=(40, 5, 7, 2)).astype("float32")
+    made = _data.crop_and_flip(x, 2, np.random.default_rng(1))
+    assert made.shape == x.shape
+    assert made.dtype == x.dtype
+    seen = set()
+    for before, after in zip(x, made, strict=True):
+        padded = np.pad(before, ((2, 2), (2, 2), (0, 0)))
+        found = [
+            (top, left, flip)
+            for top in range(5)
+            for left in range(5)
+            for flip in (False, True)
+            if np.array_equal(
+                padded[top : top + 5, left : left + 7][:, :: -1 if flip else 1], after
+            )
+        ]
+        assert len(found) == 1
+        seen.update(found)
+    assert len(seen) > 20
+    assert {flip for _, _, flip in seen} == {False, True}
+
+
+def test_augmented_batches_hold_each_image_once_an_epoch() -> None:
+    x = np.arange(10, dtype="float32").reshape(10, 1, 1, 1)
+    data = _data.Augmented(x, np.arange(10), 4, padding=0, seed=5)
+    orders = []
+    for _ in range(2):
+        batches = [data[index] for index in range(len(data))]
+        assert [len(y) for _, y in batches] == [4, 4, 2]
+        for images, y in batches:
+            assert_array_equal(images[:, 0, 0, 0], y)
+        orders.append(np.concatenate([y for _, y in batches]))
+        data.on_epoch_begin()
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(10))
+    assert list(orders[0]) != list(orders[1])
+
+
+def test_augmented_batches_do_not_depend_on_who_makes_them() -> None:
+    x = np.random.default_rng(0).normal(size=(12, 8, 8, 1)).astype("float32")
+    one, other = (_data.Augmented(x, np.arange(12), 4, seed=5) for _ in range(2))
+    assert_array_equal(one[2][0], [other[index][0] for index in (0, 2)][1])
+    third = _data.Augmented(x, np.arange(12), 4, seed=6)
+    assert not np.array_equal(one[2][0], third[2][0])
+
+
+# Options
+
+
+def test_defaults_depend_on_the_data() -> None:
+    digits = resnet.parse([])
+    assert (digits.data, digits.epochs, digits.augment) == ("digits", 15, False)
+    cifar10 = resnet.parse(["--data", "cifar10", "--epochs", "3"])
+    assert (cifar10.epochs, cifar10.batch_size, cifar10.augment) == (3, 128, True)
+    plain = resnet.parse(["--data", "cifar10", "--no-augment", "--warmup-epochs", "0"])
+    assert (plain.augment, plain.warmup_epochs) == (False, 0)
+
+
+@pytest.mark.parametrize("words", [["--depth", "21"], ["--steps", "0"]])
+def test_options_without_meaning_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        resnet.parse(words)
+
+
+def test_schedules_fall_as_the_papers_have_it() -> None:
+    steps = resnet.schedule("steps", 0.1, 64_000)
+    cosine = resnet.schedule("cosine", 0.1, 64_000)
+    at = [0, 32_000, 32_001, 48_000, 48_001, 64_000]
+    rates = [float(steps(step)) for step in at]
+    np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3], rtol=1e-6)
+    rates = [float(cosine(step)) for step in (0, 32_000, 64_000)]
+    np.testing.assert_allclose(rates, [0.1, 0.05, 0], rtol=1e-6, atol=1e-9)
+
+
+# Whole runs
+
+
+def run(
+    *words: object, ranks: int | None, cwd: Path, timeout: float = 100, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the recipe in a folder, by `distkeras run` or, for None, without it."""
+    launcher = [] if ranks is None else ["-m", "distkeras", "run", "-n", str(ranks)]
+    return subprocess.run(
+        [
+            *(sys.executable, *launcher, "-m", "distkeras.recipes.resnet"),
+            *map(str, words),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
+        stdin=subprocess.DEVNULL,
+        timeout=timeout,
+    )
+
+
+def result_of(answer: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Reads the one line at the end of a run that went well."""
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (match,) = RESULT.finditer(answer.stdout)
+    return match.groupdict()
+
+
+def evaluate(checkpoint: Path, images: _data.Images, cwd: Path) -> float:
+    """Evaluates a checkpoint by Keras, in a process that cannot import distkeras."""
+    np.savez(cwd / "val.npz", x=images.x_val, y=images.y_val)
+    code = (
+        "import sys; sys.modules['distkeras'] = None\n"
+        "import keras, numpy as np\n"
+        "model = keras.models.load_model(sys.argv[1])\n"
+        "val = np.load(sys.argv[2])\n"
+        "y = keras.utils.to_categorical(val['y'])\n"
+        "logs = model.evaluate(val['x'], y, verbose=0, return_dict=True)\n"
+        "print('accuracy:', logs['accuracy'])\n"
+        "print('optimizer:', keras.saving.serialize_keras_object(model.optimizer))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint), str(cwd / "val.npz")],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=60,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "'module': 'keras.optimizers'" in answer.stdout
+    return float(re.search(r"accuracy: ([\d.e-]+)", answer.stdout)[1])
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """Reads TensorBoard's logs by TensorBoard itself."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [
+            float(tensor_util.make_ndarray(event.tensor_proto))
+            for event in events.Tensors(tag)
+        ]
+        for tag in events.Tags()["tensors"]
+    }
+
+
+def files_in(folder: Path) -> list[str]:
+    """Lists all files, without what is unique in their names."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    names = [str(path.relative_to(folder)) for path in paths]
+    return sorted(re.sub(r"tfevents\..*", "tfevents", name) for name in names)
+
+
+RUN_FILES = [
+    "best.keras",
+    "logs/train/events.out.tfevents",
+    "logs/validation/events.out.tfevents",
+]
+
+
+@pytest.mark.launches
+@pytest.mark.tensorflow
+@pytest.mark.timeout(300)  # 40 s where two cores are free
+def test_default_run_reads_digits_as_promised(tmp_path: Path) -> None:
+    answer = run(ranks=2, cwd=tmp_path, timeout=280)
+    result = result_of(answer)
+    assert (result["data"], result["ranks"]) == ("digits", "2")
+    assert float(result["accuracy"]) >= 0.97
+    assert files_in(tmp_path) == [f"runs/resnet/{name}" for name in RUN_FILES]
+
+    checkpoint = tmp_path / result["model"]
+    accuracy = evaluate(checkpoint, _data.load("digits"), tmp_path)
+    assert accuracy == pytest.approx(float(result["accuracy"]), abs=1e-4)
+
+    epochs = int(result["epochs"])
+    train = scalars(tmp_path / "runs/resnet/logs/train")
+    val = scalars(tmp_path / "runs/resnet/logs/validation")
+    assert len(train["epoch_loss"]) == len(val["epoch_accuracy"]) == epochs
+    assert max(val["epoch_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
+    # Two ranks: twice 0.05 after the warm-up, then down to nothing.
+    rates = train["epoch_learning_rate"]
+    assert 0.09 < max(rates) <= 0.1
+    assert rates[-1] < 1e-6
+
+
+@pytest.mark.launches
+@pytest.mark.tensorflow
+def test_cifar10_from_a_folder_with_augmentation(tmp_path: Path) -> None:
+    write_cifar10(tmp_path / "data")
+    words = ("--data", "cifar10", "--data-dir", "data", "--output", "out")
+    more = ("--batch-size", 8, "--steps", 2, "--precision", "mixed_bfloat16")
+    result = result_of(run(*words, *more, ranks=2, cwd=tmp_path))
+    assert result["data"] == "cifar10"
+    assert files_in(tmp_path / "out") == RUN_FILES
+
+
+@pytest.mark.launches
+@pytest.mark.tensorflow
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    result = result_of(run("--steps", 30, "--output", "x", ranks=None, cwd=tmp_path))
+    assert result["ranks"] == "1"
+    assert files_in(tmp_path / "x") == RUN_FILES
+
+
+@pytest.mark.launches
+@pytest.mark.tensorflow
+def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
+    words = ("--learning-rate", "1e30", "--warmup-epochs", 0, "--steps", 4)
+    answer = run(*words, ranks=2, cwd=tmp_path)
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert answer.stderr.count("The loss is not finite") == 1
+    assert not RESULT.search(answer.stdout)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_without_a_network_the_error_says_what_to_download(
+    tmp_path: Path, ranks: int | None
+) -> None:
+    answer = run(
+        *("--data", "cifar10"),
+        ranks=ranks,
+        cwd=tmp_path,
+        KERAS_HOME=str(tmp_path / "keras"),
+        https_proxy="http://127.0.0.1:9",  # nobody listens there
+    )
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert answer.stderr.count(f"Download {_data.CIFAR10_URL}") == 1
+    assert "--data-dir FOLDER" in answer.stderr
+    assert "Traceback" not in answer.stderr
