@@ -34,6 +34,7 @@ def agree(communicator: Communicator, what: str, rows: Sequence[str]) -> None:
             ranks hold what, and what to do.
 
     Example:
+        >>> from distkeras.communicators import SingleCommunicator
         >>> agree(SingleCommunicator(), "options", ["op=sum", "dtype=float32"])
     """
     rows = [str(row) for row in rows]
@@ -123,6 +124,7 @@ def collectively(
             error. On those ranks the original error is the cause.
 
     Example:
+        >>> from distkeras.communicators import SingleCommunicator
         >>> collectively(SingleCommunicator(), int, "12")
         12
     """
