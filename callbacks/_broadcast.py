@@ -46,7 +46,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         self._communicator = communicator
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcasts, and the epoch from which a restored run goes on too."""
+        """Broadcasts."""
         communicator = self._communicator or world()
         if communicator.size == 1:
             return
@@ -55,10 +55,6 @@ class BroadcastVariables(keras.callbacks.Callback):
         if model.optimizer is not None:
             variables += model.optimizer.variables
         broadcast_variables(variables, root=self.root, communicator=communicator)
-        # Keras' BackupAndRestore leaves the epoch here, on the rank that has the file.
-        model._initial_epoch = communicator.broadcast_object(
-            model._initial_epoch, root=self.root
-        )
 
 
 def broadcast_variables(

@@ -190,6 +190,8 @@ class Consensus(keras.callbacks.Callback):
         for variable in variables:
             digest.update(_array(variable).tobytes())
         if len(set(self._communicator.allgather_object(digest.digest()))) > 1:
+            _broadcast(variables, self._communicator)
+            # Last: where warnings are errors, no rank may be left in a collective.
             if self._communicator.rank == 0:
                 warnings.warn(
                     "Weights differ between ranks when training ends, as if a callback "
@@ -197,7 +199,6 @@ class Consensus(keras.callbacks.Callback):
                     "between ranks?). Rank 0's are taken.",
                     stacklevel=2,
                 )
-            _broadcast(variables, self._communicator)
 
     def _take_rates(self, gathered: Sequence[np.ndarray]) -> None:
         optimizers = inner_optimizers(self.model.optimizer)

@@ -17,7 +17,7 @@ from distkeras import _logging
 from distkeras import _report
 from distkeras import backends
 from distkeras import data as data_
-from distkeras._consensus import Consensus
+from distkeras._consensus import arrange_callbacks
 from distkeras._consensus import filter_callbacks
 from distkeras._learning_rate import Rule
 from distkeras._learning_rate import scale_learning_rate
@@ -439,7 +439,8 @@ class Trainer:
         if model.optimizer is not None:
             undistribute(model.optimizer)
         backend.build(model, data)
-        state = _state(model, uneven=data.may_be_empty)
+        uneven = data.may_be_empty
+        state = _state(model, uneven=uneven)
         if self._functions is None or self._functions.state != state:
             exchange = GradientExchange(
                 self.communicator, bucket_bytes=self._bucket_bytes
@@ -447,7 +448,7 @@ class Trainer:
             graph = backend.exchange(exchange)
             self._functions = _Functions(
                 exchange=exchange,
-                train=backend.train_function(model, graph, uneven=data.may_be_empty),
+                train=backend.train_function(model, graph, uneven=uneven),
                 test=backend.test_function(model),
                 state=state,
             )
@@ -482,8 +483,7 @@ class Trainer:
             BroadcastVariables(communicator=communicator),
             _Order(data),
             *([check] if self.check_replicas else []),
-            *filter_callbacks(callbacks, communicator.rank),
-            Consensus(communicator, functions.exchange),
+            *arrange_callbacks(callbacks, communicator, functions.exchange),
         ]
 
     @contextlib.contextmanager

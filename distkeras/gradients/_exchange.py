@@ -112,8 +112,16 @@ class GradientExchange:
 
     @property
     def stop_announced(self) -> bool:
-        """Whether some rank announced a stop in the newest exchange."""
+        """Whether an exchange since `clear_stop` carried some rank's announcement.
+
+        The same on all ranks after each step.
+        """
         return self._stop_seen
+
+    def clear_stop(self) -> None:
+        """Forgets announcements, this rank's own and those that were seen."""
+        self._stop_requested = False
+        self._stop_seen = False
 
     def reduce(
         self, plan: Plan, number: int, examples: float, arrays: Sequence[np.ndarray]
@@ -179,7 +187,7 @@ class GradientExchange:
 
     def _read(self, examples: float, stop: bool) -> None:
         self.examples = examples
-        self._stop_seen = stop
+        self._stop_seen = self._stop_seen or stop
         if examples == 0:
             self.exhausted = True
 

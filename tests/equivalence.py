@@ -1,0 +1,87 @@
+"""What the equivalence tests share: models, data and the single process' result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import distkeras
+from distkeras.communicators import Communicator
+
+FEATURES, CLASSES = 6, 3
+
+
+def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs (count, 6) float32 and labels (count,) int64."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, FEATURES)).astype("float32")
+    y = generator.integers(0, CLASSES, size=count)
+    return x, y
+
+
+def build(
+    optimizer: Callable[[], Any],
+    *,
+    own_step: bool = False,
+    seed: int = 1,
+    dtype: str | None = None,
+    **compile_options: Any,
+) -> keras.Model:
+    """Returns a compiled two-layer classifier, the same at every call."""
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(
+        8, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2), dtype=dtype
+    )(inputs)
+    outputs = keras.layers.Dense(CLASSES, dtype=dtype)(hidden)
+    kind = OwnStep if own_step else keras.Model
+    model = kind(inputs, outputs)
+    options: dict[str, Any] = {
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "metrics": ["accuracy"],
+        **compile_options,
+    }
+    model.compile(optimizer=optimizer(), **options)
+    return model
+
+
+class OwnStep(keras.Model):
+    """A model that brings its own `train_step`."""
+
+    def train_step(self, data: Any) -> Any:
+        """Trains as Keras does, but is not Keras' method."""
+        return super().train_step(data)
+
+
+def assert_equal_weights(
+    left: keras.Model, right: keras.Model, tolerance: float = 1e-5
+) -> None:
+    """Fails unless the largest relative difference is within `tolerance`."""
+    for a, b in zip(left.trainable_variables, right.trainable_variables, strict=True):
+        name, a, b = a.path, a.numpy(), b.numpy()
+        difference = np.abs(a - b).max() / np.abs(b).max()
+        assert difference <= tolerance, (name, difference)
+
+
+def assert_equal_everywhere(world: Communicator, model: keras.Model) -> None:
+    """Fails unless all ranks hold the same weights to the last bit."""
+    mine = [v.numpy().tobytes() for v in model.trainable_variables]
+    for other in world.allgather_object(mine):
+        assert other == mine
+
+
+def assert_equal_history(left: Any, right: Any, tolerance: float = 1e-5) -> None:
+    """Fails unless two histories have the same names and close values."""
+    assert left.history.keys() == right.history.keys()
+    for name, values in left.history.items():
+        np.testing.assert_allclose(
+            values, right.history[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def trainer(model: keras.Model, **options: Any) -> distkeras.Trainer:
+    """Returns a trainer that leaves the learning rate as it is."""
+    return distkeras.Trainer(model, learning_rate_scaling=None, **options)

@@ -1,0 +1,360 @@
+"""`Trainer.fit` against one process that trains on the concatenated batch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import assert_equal_everywhere
+from equivalence import assert_equal_history
+from equivalence import assert_equal_weights
+from equivalence import build
+from equivalence import samples
+from equivalence import trainer
+
+import distkeras
+from distkeras.communicators import Communicator
+
+OPTIMIZERS = {
+    "sgd_momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_equals_one_process(world: Communicator, kind: str, jit_compile: bool) -> None:
+    """21 steps over uneven shards: 103 samples, the last batch shorter."""
+    x, y = samples(103)
+    xv, yv = samples(31, seed=1)
+    steps = -(-103 // (8 * world.size))
+    epochs = -(-21 // steps)
+    single = build(OPTIMIZERS[kind], jit_compile=jit_compile)
+    expected = single.fit(
+        x,
+        y,
+        batch_size=8 * world.size,
+        epochs=epochs,
+        shuffle=False,
+        validation_data=(xv, yv),
+        verbose=0,
+    )
+    model = build(OPTIMIZERS[kind], jit_compile=jit_compile)
+    run = trainer(model)
+    history = run.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=epochs,
+        shuffle=False,
+        validation_data=(xv, yv),
+        verbose=0,
+    )
+    assert_equal_weights(model, single)
+    assert_equal_history(history, expected)
+    assert_equal_everywhere(world, model)
+    if world.size > 1:
+        assert run.exchange.counters.exchanges == epochs * steps
+        assert run.exchange.counters.collectives == epochs * steps
+        assert int(model.optimizer.iterations) == epochs * steps
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"run_eagerly": True, "jit_compile": False},
+        {"steps_per_execution": 4, "jit_compile": False},
+        {"steps_per_execution": 4, "jit_compile": True},
+        {"jit_compile": "auto"},
+        {"jit_compile": True},
+    ],
+    ids=str,
+)
+def test_ways_of_running_a_step(
+    world: Communicator, options: dict[str, Any], own_step: bool
+) -> None:
+    x, y = samples(50)
+    single = build(OPTIMIZERS["adam"], **options)
+    expected = single.fit(
+        x, y, batch_size=8 * world.size, epochs=2, shuffle=False, verbose=0
+    )
+    model = build(OPTIMIZERS["adam"], own_step=own_step, **options)
+    history = trainer(model).fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
+    )
+    assert_equal_weights(model, single)
+    assert_equal_history(history, expected)
+    assert_equal_everywhere(world, model)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("own_step", [False, True])
+def test_fewer_samples_than_ranks(
+    world: Communicator, count: int, own_step: bool
+) -> None:
+    x, y = samples(count)
+    single = build(OPTIMIZERS["adam"])
+    expected = single.fit(
+        x, y, batch_size=2 * world.size, epochs=3, shuffle=False, verbose=0
+    )
+    model = build(OPTIMIZERS["adam"], own_step=own_step)
+    history = trainer(model).fit(x, y, batch_size=2, epochs=3, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+    assert_equal_history(history, expected)
+
+
+def test_shuffled_run_is_repeatable_and_sees_every_sample(world: Communicator) -> None:
+    x, y = samples(40)
+    weights = []
+    for _ in range(2):
+        model = build(OPTIMIZERS["sgd_momentum"])
+        trainer(model, seed=7).fit(x, y, batch_size=4, epochs=2, verbose=0)
+        weights.append([v.numpy() for v in model.trainable_variables])
+    if world.size > 1:  # at one rank Keras shuffles, from its own generator
+        for a, b in zip(*weights, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_weights_begin_as_on_rank_zero(world: Communicator) -> None:
+    x, y = samples(16)
+    model = build(OPTIMIZERS["sgd_momentum"], seed=world.rank)
+    trainer(model).fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    single = build(OPTIMIZERS["sgd_momentum"], seed=0)
+    single.fit(x, y, batch_size=4 * world.size, epochs=1, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("linear", lambda n: n),
+        ("sqrt", lambda n: n**0.5),
+        (None, lambda n: 1),
+        (lambda n: 3 * n, lambda n: 3 * n),
+    ],
+)
+def test_learning_rate_is_scaled_once(
+    world: Communicator, rule: Any, factor: Any, tmp_path: Path
+) -> None:
+    x, y = samples(8)
+    model = build(OPTIMIZERS["sgd_momentum"])
+    run = distkeras.Trainer(model, learning_rate_scaling=rule)
+    scaled = 0.1 * factor(world.size) if world.size > 1 else 0.1
+    for _ in range(2):
+        run.fit(x, y, batch_size=4, verbose=0)
+        assert float(model.optimizer.learning_rate) == pytest.approx(scaled)
+    path = tmp_path / "model.keras"
+    run.save(path)
+    loaded = distkeras.load_model(path)
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(0.1)
+    distkeras.Trainer(loaded, learning_rate_scaling=rule).fit(
+        x, y, batch_size=4, verbose=0
+    )
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(scaled)
+
+
+def test_global_batch_size(world: Communicator) -> None:
+    x, y = samples(30)
+    single = build(OPTIMIZERS["adam"])
+    single.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    model = build(OPTIMIZERS["adam"])
+    trainer(model).fit(
+        x, y, global_batch_size=7, epochs=2, shuffle=False, verbose=0
+    )
+    assert_equal_weights(model, single)
+
+
+def test_arguments_that_contradict(world: Communicator) -> None:
+    x, y = samples(8)
+    run = trainer(build(OPTIMIZERS["adam"]))
+    with pytest.raises(ValueError, match="batch_size=2, global_batch_size=4"):
+        run.fit(x, y, batch_size=2, global_batch_size=4)
+    with pytest.raises(TypeError, match="Expected a Keras model"):
+        distkeras.Trainer("model")
+    with pytest.raises(ValueError, match="warmup_epochs=-1"):
+        distkeras.Trainer(build(OPTIMIZERS["adam"]), warmup_epochs=-1)
+
+
+def test_ranks_that_were_called_differently(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, y = samples(8)
+    run = trainer(build(OPTIMIZERS["adam"]))
+    with pytest.raises(distkeras.MismatchError, match=r"epochs=1.*\n.*epochs=2"):
+        run.fit(x, y, batch_size=2, epochs=1 + (world.rank > 0), verbose=0)
+
+
+def test_models_that_differ(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, y = samples(8)
+    keras.utils.set_random_seed(0)
+    width = 5 + (world.rank == 1)
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(width), keras.layers.Dense(3)]
+    )
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    with pytest.raises(distkeras.MismatchError, match=r"dense/kernel: \(6, 5\)"):
+        trainer(model).fit(x, y, batch_size=2, verbose=0)
+
+
+class Bypass(keras.Model):
+    """Applies gradients without an optimizer that the model holds."""
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - tf.cast(y, tf.float32)) ** 2)
+        variables = self.trainable_variables
+        for g, v in zip(tape.gradient(loss, variables), variables, strict=True):
+            v.assign_sub(0.1 * g)
+        return {"loss": loss}
+
+
+def test_step_that_bypasses_the_exchange_is_caught(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("one replica cannot drift")
+    x, _ = samples(8 * world.size)
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    model = Bypass(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd")
+    with pytest.raises(distkeras.ReplicaDriftError, match="0 dense/kernel") as error:
+        trainer(model).fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert len(set(world.allgather_object(str(error.value)))) == 1
+    unchecked = trainer(model, check_replicas=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unchecked.fit(x, x[:, :1], batch_size=4, verbose=0)
+    words = "Weights differ between ranks when training ends"
+    assert any(words in str(w.message) for w in caught) == (world.rank == 0)
+    assert_equal_everywhere(world, model)
+
+
+class Adversarial(keras.Model):
+    """Two networks, two optimizers, one step: a generative adversarial network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.second = keras.layers.Dense(2)
+
+    def build(self, input_shape: Any) -> None:
+        self.first.build(input_shape)
+        self.second.build((None, 2))
+
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first_optimizer, self.second_optimizer = first, second
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        for layer, optimizer in (
+            (self.first, self.first_optimizer),
+            (self.second, self.second_optimizer),
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x) ** 2)
+            variables = [v.value for v in layer.trainable_variables]
+            optimizer.apply(tape.gradient(loss, variables), layer.trainable_variables)
+        self._loss_tracker.update_state(loss)
+        return self.get_metrics_result()
+
+
+def test_step_with_two_optimizers(world: Communicator) -> None:
+    x, _ = samples(24)
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = Adversarial()
+        model.build((None, 6))
+        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+        return model
+
+    single, model = make(), make()
+    single.fit(x, batch_size=4 * world.size, epochs=3, shuffle=False, verbose=0)
+    run = trainer(model)
+    run.fit(x, batch_size=4, epochs=3, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+    if world.size > 1:
+        steps = 3 * -(-24 // (4 * world.size))
+        assert run.exchange.counters.exchanges == 2 * steps
+
+
+def test_evaluate_and_predict(world: Communicator) -> None:
+    x, y = samples(23)
+    model = build(OPTIMIZERS["adam"])
+    expected = model.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    run = trainer(model)
+    result = run.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    assert result == pytest.approx(expected, rel=1e-5)
+    values = list(expected.values())
+    assert run.evaluate(x, y, verbose=0) == pytest.approx(values, rel=1e-5)
+    whole = model.predict(x, verbose=0)
+    np.testing.assert_allclose(run.predict(x, verbose=0), whole, rtol=1e-5, atol=1e-6)
+    one = run.predict(x[:1], verbose=0, gather="rank0")
+    if world.rank == 0:
+        np.testing.assert_allclose(one, whole[:1], rtol=1e-5, atol=1e-6)
+    else:
+        assert one is None
+
+
+def test_second_fit_builds_no_new_function(world: Communicator) -> None:
+    x, y = samples(20)
+    model = build(OPTIMIZERS["adam"])
+    run = trainer(model)
+    run.fit(x, y, batch_size=4, verbose=0)
+    before = run._functions
+    run.fit(x, y, batch_size=4, verbose=0)
+    assert run._functions is before
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    run.fit(x, y, batch_size=4, verbose=0)
+    assert world.size == 1 or run._functions is not before
+
+
+def test_functions_of_the_model_are_put_back(world: Communicator) -> None:
+    x, y = samples(20)
+    model = build(OPTIMIZERS["adam"])
+    model.fit(x, y, verbose=0)
+    before = model.train_function, model.test_function
+    trainer(model).fit(x, y, batch_size=4, verbose=0)
+    if world.size > 1:
+        assert (model.train_function, model.test_function) == before
+    assert "_get_metrics_result_or_logs" not in vars(model)
+
+
+def test_decisions_are_logged_once_on_rank_zero(
+    world: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = samples(20)
+    run = distkeras.Trainer(build(OPTIMIZERS["sgd_momentum"]))
+    with caplog.at_level("INFO", logger="distkeras"):
+        run.fit(x, y, batch_size=4, verbose=0)
+        run.fit(x, y, batch_size=4, verbose=0)
+    text = "\n".join(r.getMessage() for r in caplog.records if r.name == "distkeras")
+    if world.size == 1:
+        assert "1 rank" in text
+    elif world.rank == 0:
+        for words in [
+            f"{world.size} ranks on 1 node",
+            f"4 a rank, {4 * world.size} global",
+            f"0.1 -> {0.1 * world.size:.6g}",
+            f"scaled, x{world.size}",
+            "mpi",
+        ]:
+            assert words in text
+        assert text.count("learning rate") == 1
