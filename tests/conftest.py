@@ -9,7 +9,9 @@ and the job with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -52,6 +54,19 @@ _LASTING_FILES = ("__autograph_generated_file",)
 _LASTING_THREADS = ("pytest_timeout", "pydevd", "asyncio_", "fsspec", "ptxas")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Gives every rank a temporary folder of its own.
+
+    By default all would share pytest's, and remove each other's folders.
+    """
+    if _MANY:
+        given = config.option.basetemp
+        root = given if _RANK or given else tempfile.mkdtemp(prefix="pytest-ranks-")
+        root = communicators.world().broadcast_object(root)
+        config.option.basetemp = str(Path(root) / f"rank{_RANK}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the markers; silences all ranks but 0."""
@@ -87,11 +102,17 @@ class _Lockstep:
         # Its own message space: a test that leaves a collective half done must
         # not be answered by this plugin's.
         self._communicator = world.duplicate()
+        self._passed = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Raises on every rank if they collected different tests."""
         names = [item.nodeid for item in session.items]
         communicators.agree(self._communicator, "the collected tests", names)
+        if self._communicator.rank > 0:
+            # They have chosen the tests; rank 0's write the cache.
+            for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+                if session.config.pluginmanager.hasplugin(name):
+                    session.config.pluginmanager.unregister(name=name)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -128,6 +149,17 @@ class _Lockstep:
         """Ends the job when this rank stops for a reason of its own."""
         if exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
             self._communicator.abort(int(exitstatus))
+        self._passed = exitstatus == pytest.ExitCode.OK
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Removes the temporary folders of a session that passed."""
+        passed = self._communicator.allgather_object(self._passed)
+        if all(passed):
+            shutil.rmtree(config.option.basetemp, ignore_errors=True)
+            self._communicator.barrier()
+            if self._communicator.rank == 0:
+                with contextlib.suppress(OSError):  # given, and not empty
+                    Path(config.option.basetemp).parent.rmdir()
 
 
 def _reason(report: pytest.TestReport) -> str:
