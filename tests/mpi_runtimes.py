@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 _MPICH = "mpich>=5,<6"
+_LIBRARY = "libmpi.so.12" if sys.platform == "linux" else "libmpi.12.dylib"
 _TAIL = 6000
 
 
@@ -85,14 +86,18 @@ def mpich() -> Runtime:
     """Returns MPICH's `mpiexec`; fails the test if it cannot be had."""
     named = os.environ.get("DISTKERAS_TEST_MPICH")
     folder = Path(named) if named else _install_mpich()
-    libraries = sorted(folder.glob("lib/libmpi.*12*"))
-    if not libraries or not (folder / "bin" / "mpiexec").exists():
+    if not _complete(folder):
         pytest.fail(f"{folder} holds no MPICH (bin/mpiexec, lib/libmpi.so.12)")
     return Runtime(
         "MPICH",
         (str(folder / "bin" / "mpiexec"),),
-        {"MPI4PY_LIBMPI": str(libraries[0])},
+        {"MPI4PY_LIBMPI": str(folder / "lib" / _LIBRARY)},
     )
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a folder holds the launcher and the library."""
+    return (folder / "bin/mpiexec").exists() and (folder / "lib" / _LIBRARY).exists()
 
 
 def _install_mpich() -> Path:
@@ -105,8 +110,9 @@ def _install_mpich() -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         target = Path(scratch) / "mpich"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        # Not --target: that leaves out what the wheel has in lib/.
         result = subprocess.run(
-            [*command, "--target", str(target), _MPICH],
+            [*command, "--ignore-installed", "--prefix", str(target), _MPICH],
             capture_output=True,
             text=True,
             timeout=300,
@@ -114,6 +120,8 @@ def _install_mpich() -> Path:
         )
         if result.returncode:
             pytest.fail(f"pip cannot install {_MPICH}: {result.stderr[-_TAIL:]}")
+        if not _complete(target):
+            pytest.fail(f"the wheel {_MPICH} brings no {_LIBRARY} or no mpiexec")
         try:
             target.rename(folder)
         except OSError:  # another run was faster

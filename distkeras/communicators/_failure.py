@@ -15,6 +15,7 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -27,6 +28,10 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any
 
 #: What a shell reports for a program that Ctrl-C ended.
 INTERRUPTED = 130
+
+# Seconds for the launcher to pass on what was written: MPICH's drops what it has
+# not read yet when a rank aborts.
+_LAST_WORDS = 0.5
 
 
 @dataclasses.dataclass
@@ -106,7 +111,12 @@ def _excepthook(
             watch.hook(kind, error, trace)
     finally:
         code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
-        watch.communicator.abort(code)
+        _abort(watch, code)
+
+
+def _abort(watch: _Watch, code: int) -> None:
+    time.sleep(_LAST_WORDS)
+    watch.communicator.abort(code)
 
 
 def _write(text: str) -> None:
@@ -139,4 +149,4 @@ class _Exit(SystemExit):
             code, text = 1, str(self.code)
         if code:
             _write(f"[rank {watch.communicator.rank}] {text}")
-            watch.communicator.abort(code)
+            _abort(watch, code)
