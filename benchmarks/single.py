@@ -61,7 +61,9 @@ def main() -> None:
             b, a = seconds(plain), seconds(wrapped)
         pairs.append((a / options.steps, b / options.steps))
     ratio = statistics.median(a / b for a, b in pairs)
-    trainer_ms, keras_ms = (1e3 * statistics.median(c) for c in zip(*pairs, strict=True))
+    trainer_ms, keras_ms = (
+        1e3 * statistics.median(c) for c in zip(*pairs, strict=True)
+    )
     print(
         f"MLP 784-128-128-10, batch 32, {options.pairs} pairs of {options.steps} "
         f"steps: Trainer {trainer_ms:.3f} ms a step, Keras {keras_ms:.3f} ms, "

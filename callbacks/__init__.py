@@ -1,11 +1,10 @@
 """Keras callbacks that know of more than one rank."""
 
+from distkeras._consensus import on_rank_zero
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.callbacks._learning_rate import LearningRateSchedule
 from distkeras.callbacks._learning_rate import LearningRateWarmup
-
-from distkeras._consensus import on_rank_zero
 
 __all__ = [
     "BroadcastVariables",

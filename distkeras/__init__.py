@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 if TYPE_CHECKING:
-    from distkeras import callbacks as callbacks
-    from distkeras import recipes as recipes
     from distkeras._collectives import allgather as allgather
     from distkeras._collectives import allgather_object as allgather_object
     from distkeras._collectives import allreduce as allreduce

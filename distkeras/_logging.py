@@ -8,7 +8,7 @@ import sys
 LOGGER = logging.getLogger("distkeras")
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time, as notebooks replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:

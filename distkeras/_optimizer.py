@@ -75,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
 
 def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether `DistributedOptimizer` has been applied."""
-    return type(optimizer) in _DISTRIBUTED
+    return type(optimizer) in _DISTRIBUTED.values()
 
 
 def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
@@ -88,16 +88,15 @@ def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
             object.__delattr__(part, _EXCHANGE)
 
 
-_DISTRIBUTED: set[type] = set()
+_DISTRIBUTED: dict[type, type] = {}
 
 
-@functools.cache
-def _distributed_class(base: type) -> type:
+def _distributed_class(base: Any) -> type:
     """Returns a subclass of `base` that exchanges, and is saved as `base`."""
+    if base in _DISTRIBUTED:
+        return _DISTRIBUTED[base]
 
-    def apply(
-        self: Any, grads: Sequence[Any], trainable_variables: Any = None
-    ) -> None:
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         variables = trainable_variables
         variables = self._trainable_variables if variables is None else variables
         getattr(self, _EXCHANGE).apply(
@@ -118,7 +117,7 @@ def _distributed_class(base: type) -> type:
     registered = object_registration.GLOBAL_CUSTOM_NAMES.get(base)
     if registered is not None:
         object_registration.GLOBAL_CUSTOM_NAMES[derived] = registered
-    _DISTRIBUTED.add(derived)
+    _DISTRIBUTED[base] = derived
     return derived
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import random
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
@@ -17,33 +14,19 @@ from distkeras import _logging
 from distkeras import _report
 from distkeras import backends
 from distkeras import data as data_
-from distkeras._consensus import arrange_callbacks
 from distkeras._consensus import filter_callbacks
 from distkeras._learning_rate import Rule
+from distkeras._learning_rate import ScaledRate
 from distkeras._learning_rate import scale_learning_rate
 from distkeras._learning_rate import scaling_factor
 from distkeras._learning_rate import warm_up_learning_rate
-from distkeras._metrics import exact_metrics
-from distkeras._optimizer import undistribute
-from distkeras._replicas import ReplicaCheck
-from distkeras.callbacks._broadcast import BroadcastVariables
+from distkeras._session import Session
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators import world
 from distkeras.gradients import DEFAULT_BUCKET_BYTES
 from distkeras.gradients import GradientExchange
-
-
-
-@dataclasses.dataclass
-class _Functions:
-    """What `fit` runs, and the state of the model that it was made for."""
-
-    exchange: GradientExchange
-    train: Any
-    test: Any
-    state: tuple[Any, ...]
 
 
 class Trainer:
@@ -106,18 +89,23 @@ class Trainer:
         self.communicator = communicator or world()
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
-        self.check_replicas = check_replicas
         self._factor = scaling_factor(learning_rate_scaling, self.communicator.size)
         self._seed = seed
-        self._bucket_bytes = bucket_bytes
+        self._session = Session(
+            model,
+            self.communicator,
+            bucket_bytes=bucket_bytes,
+            check_replicas=check_replicas,
+        )
+        self._rates: list[ScaledRate] = []
         self._logger = _logging.configure(self.communicator.rank)
-        self._functions: _Functions | None = None
         self._reported = False
 
     @property
     def exchange(self) -> GradientExchange | None:
         """The exchange of the newest `fit`, with its counters; None before."""
-        return self._functions.exchange if self._functions else None
+        functions = self._session.functions
+        return functions.exchange if functions else None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model; arguments are those of `keras.Model.compile`.
@@ -136,7 +124,7 @@ class Trainer:
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool | str = True,
+        shuffle: bool | Literal["batch"] = True,
         class_weight: dict[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
@@ -232,8 +220,10 @@ class Trainer:
             shard=shard,
         )
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
-                (x, y, sample_weight), validation_split=validation_split
+            (x, y, sample_weight), validation_data = (
+                array_slicing.train_validation_split(
+                    (x, y, sample_weight), validation_split=validation_split
+                )
             )
         data = data_.shard(
             x,
@@ -257,17 +247,17 @@ class Trainer:
                 steps=validation_steps,
                 shard=shard,
             )
-        functions = self._prepare(data)
+        self._session.prepare(data)
         self._scale(data)
         if not self._reported:
             self._report(data)
             self._reported = True
-        with self._running(functions):
+        with self._session.training(data, callbacks or []) as arranged:
             return self.model.fit(
                 data,
                 epochs=epochs,
                 verbose=self._verbose(verbose),
-                callbacks=self._callbacks(callbacks or [], functions, data),
+                callbacks=arranged,
                 validation_data=validation,
                 shuffle=False,
                 initial_epoch=initial_epoch,
@@ -320,9 +310,7 @@ class Trainer:
         data = self._shard_whole(
             x, y, sample_weight, batch_size=batch_size, steps=steps, shard=shard
         )
-        backend = backends.current()
-        backend.build(self.model, data)
-        with self._setting(test_function=backend.test_function(self.model)):
+        with self._session.evaluating(data):
             return self.model.evaluate(
                 data,
                 verbose=self._verbose(verbose),
@@ -432,28 +420,6 @@ class Trainer:
             shard=shard,
         )
 
-    def _prepare(self, data: Any) -> _Functions:
-        """Builds the model and, where needed, the functions that Keras will call."""
-        model = self.model
-        backend = backends.current()
-        if model.optimizer is not None:
-            undistribute(model.optimizer)
-        backend.build(model, data)
-        uneven = data.may_be_empty
-        state = _state(model, uneven=uneven)
-        if self._functions is None or self._functions.state != state:
-            exchange = GradientExchange(
-                self.communicator, bucket_bytes=self._bucket_bytes
-            )
-            graph = backend.exchange(exchange)
-            self._functions = _Functions(
-                exchange=exchange,
-                train=backend.train_function(model, graph, uneven=uneven),
-                test=backend.test_function(model),
-                state=state,
-            )
-        return self._functions
-
     def _scale(self, data: Any) -> None:
         if self.warmup_epochs and data.num_batches is None:
             raise ValueError(
@@ -466,45 +432,6 @@ class Trainer:
             if self.warmup_epochs:
                 steps = self.warmup_epochs * data.num_batches
                 warm_up_learning_rate(optimizer, steps)
-
-    def _callbacks(
-        self,
-        callbacks: Sequence[keras.callbacks.Callback],
-        functions: _Functions,
-        data: Any,
-    ) -> list[keras.callbacks.Callback]:
-        communicator = self.communicator
-        check = ReplicaCheck(
-            communicator,
-            functions.exchange.counters,
-            backends.current().find_optimizers(self.model),
-        )
-        return [
-            BroadcastVariables(communicator=communicator),
-            _Order(data),
-            *([check] if self.check_replicas else []),
-            *arrange_callbacks(callbacks, communicator, functions.exchange),
-        ]
-
-    @contextlib.contextmanager
-    def _running(self, functions: _Functions) -> Iterator[None]:
-        with self._setting(
-            train_function=functions.train, test_function=functions.test
-        ):
-            yield
-
-    @contextlib.contextmanager
-    def _setting(self, **functions: Any) -> Iterator[None]:
-        """Sets functions that Keras would make, and makes logs exact, while inside."""
-        before = {name: getattr(self.model, name) for name in functions}
-        for name, function in functions.items():
-            setattr(self.model, name, function)
-        try:
-            with exact_metrics(self.model, self.communicator):
-                yield
-        finally:
-            for name, function in before.items():
-                setattr(self.model, name, function)
 
     def _verbose(self, verbose: str | int) -> str | int:
         return verbose if self.communicator.rank == 0 else 0
@@ -527,31 +454,6 @@ class Trainer:
         if not self._reported:
             self._logger.info("1 rank: training with Keras' own fit, nothing changed")
         self._reported = True
-
-
-class _Order(keras.callbacks.Callback):
-    """Tells the data which epoch begins, so that its order depends on that alone."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__()
-        self._data = data
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._data.set_epoch(epoch)
-
-
-def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
-    """Returns what the functions of a model depend on, to be compared."""
-    return (
-        model.optimizer,
-        model._compile_loss,
-        model._compile_metrics,
-        model.jit_compile,
-        model.run_eagerly,
-        model.steps_per_execution,
-        [id(variable) for variable in model.trainable_variables],
-        more,
-    )
 
 
 def _rule(rule: Rule, factor: float) -> str:

@@ -34,7 +34,10 @@ def build(
     keras.utils.set_random_seed(seed)
     inputs = keras.Input((FEATURES,))
     hidden = keras.layers.Dense(
-        8, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-2), dtype=dtype
+        8,
+        activation="tanh",
+        kernel_regularizer=keras.regularizers.L2(1e-2),
+        dtype=dtype,
     )(inputs)
     outputs = keras.layers.Dense(CLASSES, dtype=dtype)(hidden)
     kind = OwnStep if own_step else keras.Model

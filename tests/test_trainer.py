@@ -86,9 +86,7 @@ def test_ways_of_running_a_step(
         x, y, batch_size=8 * world.size, epochs=2, shuffle=False, verbose=0
     )
     model = build(OPTIMIZERS["adam"], own_step=own_step, **options)
-    history = trainer(model).fit(
-        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
-    )
+    history = trainer(model).fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert_equal_weights(model, single)
     assert_equal_history(history, expected)
     assert_equal_everywhere(world, model)
@@ -165,9 +163,7 @@ def test_global_batch_size(world: Communicator) -> None:
     single = build(OPTIMIZERS["adam"])
     single.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
     model = build(OPTIMIZERS["adam"])
-    trainer(model).fit(
-        x, y, global_batch_size=7, epochs=2, shuffle=False, verbose=0
-    )
+    trainer(model).fit(x, y, global_batch_size=7, epochs=2, shuffle=False, verbose=0)
     assert_equal_weights(model, single)
 
 
@@ -318,12 +314,12 @@ def test_second_fit_builds_no_new_function(world: Communicator) -> None:
     model = build(OPTIMIZERS["adam"])
     run = trainer(model)
     run.fit(x, y, batch_size=4, verbose=0)
-    before = run._functions
+    before = run._session.functions
     run.fit(x, y, batch_size=4, verbose=0)
-    assert run._functions is before
+    assert run._session.functions is before
     model.compile("sgd", loss="sparse_categorical_crossentropy")
     run.fit(x, y, batch_size=4, verbose=0)
-    assert world.size == 1 or run._functions is not before
+    assert world.size == 1 or run._session.functions is not before
 
 
 def test_functions_of_the_model_are_put_back(world: Communicator) -> None:

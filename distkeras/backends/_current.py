@@ -19,9 +19,7 @@ class Backend(Protocol):
     def exchange(self, exchange: GradientExchange) -> Any:
         """Returns this backend's half of `exchange`."""
 
-    def train_function(
-        self, model: keras.Model, exchange: Any, *, uneven: bool
-    ) -> Any:
+    def train_function(self, model: keras.Model, exchange: Any, *, uneven: bool) -> Any:
         """Returns what `model.train_function` is set to during `fit`."""
 
     def test_function(self, model: keras.Model) -> Any:
@@ -33,9 +31,7 @@ class Backend(Protocol):
     def build(self, model: keras.Model, data: Any) -> None:
         """Creates all variables of the model, its metrics and its optimizer."""
 
-    def find_optimizers(
-        self, model: keras.Model
-    ) -> list[keras.optimizers.Optimizer]:
+    def find_optimizers(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:
         """Returns every optimizer the model holds."""
 
 
@@ -52,4 +48,4 @@ def current() -> Backend:
             f"rank: {sorted(_IMPLEMENTATIONS)}. Received: KERAS_BACKEND={name!r}. Set "
             "KERAS_BACKEND=tensorflow, or run with one rank."
         )
-    return importlib.import_module(_IMPLEMENTATIONS[name])  # type: ignore[return-value]
+    return importlib.import_module(_IMPLEMENTATIONS[name])

@@ -1,0 +1,165 @@
+"""What Keras' own loops run with while a `Trainer` trains or evaluates.
+
+Everything here is undone when `fit` or `evaluate` returns: the model is left as Keras
+knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from distkeras import backends
+from distkeras._consensus import arrange_callbacks
+from distkeras._metrics import exact_metrics
+from distkeras._optimizer import undistribute
+from distkeras._replicas import ReplicaCheck
+from distkeras.callbacks._broadcast import BroadcastVariables
+from distkeras.communicators import Communicator
+from distkeras.gradients import GradientExchange
+
+
+@dataclasses.dataclass
+class Functions:
+    """The functions of one compiled model, and the state they were made for."""
+
+    exchange: GradientExchange
+    train: Any
+    test: Any
+    state: tuple[Any, ...]
+
+
+class Session:
+    """Prepares one model for training on all ranks.
+
+    Args:
+        model: the user's.
+        communicator: the ranks.
+        bucket_bytes: size above which a fusion bucket is closed.
+        check_replicas: whether epochs end with the proof of exchange.
+
+    Attributes:
+        functions: of the newest training; None before.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        communicator: Communicator,
+        *,
+        bucket_bytes: int,
+        check_replicas: bool,
+    ) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._bucket_bytes = bucket_bytes
+        self._check_replicas = check_replicas
+        self.functions: Functions | None = None
+
+    def prepare(self, data: Any) -> None:
+        """Creates all variables and, unless nothing changed since, the functions.
+
+        Args:
+            data: the sharded training data.
+        """
+        model = self._model
+        if model.optimizer is not None:
+            undistribute(model.optimizer)
+        backend = backends.current()
+        backend.build(model, data)
+        state = _state(model, uneven=data.may_be_empty)
+        if self.functions is not None:
+            if self.functions.state == state:
+                return
+            self.functions.exchange.close()
+        exchange = GradientExchange(self._communicator, bucket_bytes=self._bucket_bytes)
+        graph = backend.exchange(exchange)
+        self.functions = Functions(
+            exchange=exchange,
+            train=backend.train_function(model, graph, uneven=data.may_be_empty),
+            test=backend.test_function(model),
+            state=state,
+        )
+
+    @contextlib.contextmanager
+    def training(
+        self, data: Any, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> Iterator[list[keras.callbacks.Callback]]:
+        """While inside, `model.fit` trains on all ranks.
+
+        Args:
+            data: the sharded training data; `prepare` has seen it.
+            callbacks: the user's.
+
+        Yields:
+            What `fit` is to be called with as callbacks.
+        """
+        functions = self.functions
+        if functions is None:
+            raise RuntimeError("Expected `prepare` to be called before `training`.")
+        check = ReplicaCheck(
+            self._communicator,
+            functions.exchange.counters,
+            backends.current().find_optimizers(self._model),
+        )
+        arranged = [
+            BroadcastVariables(communicator=self._communicator),
+            Order(data),
+            *([check] if self._check_replicas else []),
+            *arrange_callbacks(callbacks, self._communicator, functions.exchange),
+        ]
+        with self._setting(
+            train_function=functions.train, test_function=functions.test
+        ):
+            yield arranged
+
+    @contextlib.contextmanager
+    def evaluating(self, data: Any) -> Iterator[None]:
+        """While inside, `model.evaluate` gives the results of all ranks' data."""
+        backend = backends.current()
+        backend.build(self._model, data)
+        with self._setting(test_function=backend.test_function(self._model)):
+            yield
+
+    @contextlib.contextmanager
+    def _setting(self, **functions: Any) -> Iterator[None]:
+        before = {name: getattr(self._model, name) for name in functions}
+        for name, function in functions.items():
+            setattr(self._model, name, function)
+        try:
+            with exact_metrics(self._model, self._communicator):
+                yield
+        finally:
+            for name, function in before.items():
+                setattr(self._model, name, function)
+
+
+class Order(keras.callbacks.Callback):
+    """Tells the data which epoch begins, so that its order depends on that alone."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self._data = data
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passes the number on."""
+        self._data.set_epoch(epoch)
+
+
+def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
+    """Returns what the functions of a model depend on, to be compared."""
+    return (
+        model.optimizer,
+        model._compile_loss,
+        model._compile_metrics,
+        model.jit_compile,
+        model.run_eagerly,
+        model.steps_per_execution,
+        [id(variable) for variable in model.trainable_variables],
+        more,
+    )
