@@ -1,0 +1,166 @@
+"""The exchange of gradients in device memory: one fused tensor a bucket, by DLPack.
+
+TensorFlow synchronises the device once for every tensor that it hands over, so each
+bucket is concatenated in the graph and handed over whole. Example counts and flags
+travel by a host message of a few bytes: reading them from the device would cost a
+synchronisation more. The hand-over has been run on CPU memory; with CuPy and NCCL it
+has not been run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from distkeras.gradients import Bucket
+from distkeras.gradients import GradientExchange
+from distkeras.gradients import Plan
+
+
+class DeviceHandOver:
+    """Sums flat tensors over ranks where they are, through a lasting buffer.
+
+    Args:
+        exchange: its communicator must take arrays of `arrays`.
+        arrays: the array module: CuPy, or NumPy for tensors in host memory.
+    """
+
+    def __init__(self, exchange: GradientExchange, arrays: Any = None) -> None:
+        self._exchange = exchange
+        self._arrays = arrays or importlib.import_module("cupy")
+        self._buffers: dict[tuple[int, str], Any] = {}
+
+    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of all ranks' eager tensor `flat`, one-dimensional.
+
+        The result shares the lasting buffer; it is valid until a tensor of the same
+        length is summed again, which needs the weights that are updated with it.
+        """
+        array = self._arrays.from_dlpack(_Capsule(flat))
+        key = (array.size, array.dtype.name)
+        if key not in self._buffers:
+            self._buffers[key] = _aligned_empty(self._arrays, array)
+        buffer = self._buffers[key]
+        buffer[...] = array
+        exchange = self._exchange
+        exchange.communicator.allreduce(buffer)
+        exchange.counters.collectives += 1
+        exchange.counters.bytes += buffer.nbytes
+        # TensorFlow reads the result on a stream of its own.
+        wait = getattr(exchange.communicator, "synchronize", None)
+        if wait is not None:
+            wait()
+        return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+
+
+class _Capsule:
+    """A tensor by the array interchange protocol, whatever TensorFlow's version."""
+
+    def __init__(self, tensor: tf.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return tf.experimental.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device = tf.DeviceSpec.from_string(self._tensor.device)
+        if device.device_type == "GPU":
+            return 2, int(device.device_index or 0)  # kDLCUDA
+        return 1, 0  # kDLCPU
+
+
+def allreduce_on_device(
+    hand_over: DeviceHandOver,
+    exchange: GradientExchange,
+    plan: Plan,
+    gradients: list[tf.Tensor],
+    present: list[int],
+    count: tf.Tensor,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Returns the mean over all examples of all ranks, and their number.
+
+    Args:
+        hand_over: to the communicator.
+        exchange: the host's half, which carries the counts.
+        plan: of the gradients.
+        gradients: dense, one for each index in `present`.
+        present: the gradients' places among the plan's.
+        count: this rank's examples, a float64 scalar.
+    """
+    position = {index: i for i, index in enumerate(present)}
+    reduced: list[Any] = list(gradients)
+    examples, _ = tf.numpy_function(
+        _counts_call(exchange), [count, tf.constant(False)], [tf.float64, tf.bool]
+    )
+    examples.set_shape(())
+    share = tf.math.divide_no_nan(count, examples)
+    after: list[Any] = [examples]
+    for bucket in plan.buckets:
+        if bucket.reduction == "max":
+            raise NotImplementedError(
+                "Float8 scales are not exchanged in device memory. Use the host's: "
+                "`DISTKERAS_COMMUNICATOR=mpi`."
+            )
+        where = [position[place.index] for place in bucket.placements]
+        flat = _pack(bucket, [gradients[i] for i in where], share)
+        with tf.control_dependencies(after):
+            total = tf.py_function(hand_over.sum, [flat], flat.dtype)
+        total.set_shape(flat.shape)
+        after = [total]
+        for i, output in zip(where, _unpack(bucket, total), strict=True):
+            reduced[i] = tf.cast(output, gradients[i].dtype)
+    with tf.control_dependencies(after):
+        # The same step on all ranks is an exchange or, without examples, is not.
+        done = tf.numpy_function(_done_call(exchange), [examples], tf.float64)
+    done.set_shape(())
+    return reduced, done
+
+
+def _pack(bucket: Bucket, gradients: list[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+    wire = tf.as_dtype(bucket.dtype)
+    share = tf.cast(share, wire)
+    parts = [
+        # Not by multiplication alone: a rank without examples may hold NaN.
+        tf.math.multiply_no_nan(tf.cast(tf.reshape(g, [-1]), wire), share)
+        for g in gradients
+    ]
+    return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+
+
+def _unpack(bucket: Bucket, flat: tf.Tensor) -> list[tf.Tensor]:
+    sizes = [math.prod(place.shape) for place in bucket.placements]
+    pieces = tf.split(flat, sizes)
+    return [
+        tf.reshape(piece, place.shape)
+        for piece, place in zip(pieces, bucket.placements, strict=True)
+    ]
+
+
+def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
+    def exchange_counts(examples: Any, nonfinite: Any) -> list[Any]:
+        total, bad = exchange.reduce_counts(float(examples), bool(nonfinite))
+        return [np.float64(total), np.bool_(bad)]
+
+    return exchange_counts
+
+
+def _done_call(exchange: GradientExchange) -> Callable[..., Any]:
+    def count_exchange(examples: Any) -> Any:
+        exchange.counters.exchanges += int(examples > 0)
+        return np.float64(examples)
+
+    return count_exchange
+
+
+def _aligned_empty(arrays: Any, like: Any) -> Any:
+    """Returns an array like `like` on a 64-byte boundary, as TensorFlow demands."""
+    if arrays is not np:
+        return arrays.empty_like(like)  # CuPy's allocations are aligned to 512
+    raw = np.empty(like.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + like.nbytes].view(like.dtype)
