@@ -18,6 +18,7 @@ from distkeras import backends
 from distkeras._consensus import arrange_callbacks
 from distkeras._metrics import exact_metrics
 from distkeras._optimizer import undistribute
+from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.communicators import Communicator
@@ -88,13 +89,14 @@ class Session:
 
     @contextlib.contextmanager
     def training(
-        self, data: Any, callbacks: Sequence[keras.callbacks.Callback]
+        self, data: Any, callbacks: Sequence[keras.callbacks.Callback], *, bar: bool
     ) -> Iterator[list[keras.callbacks.Callback]]:
         """While inside, `model.fit` trains on all ranks.
 
         Args:
             data: the sharded training data; `prepare` has seen it.
             callbacks: the user's.
+            bar: whether rank 0 shows a progress bar; the same on every rank.
 
         Yields:
             What `fit` is to be called with as callbacks.
@@ -112,6 +114,7 @@ class Session:
             Order(data),
             *([check] if self._check_replicas else []),
             *arrange_callbacks(callbacks, self._communicator, functions.exchange),
+            GlobalProgress(self._communicator, shown=bar, steps=data.num_batches),
         ]
         with self._setting(
             train_function=functions.train, test_function=functions.test

@@ -252,7 +252,8 @@ class Trainer:
         if not self._reported:
             self._report(data)
             self._reported = True
-        with self._session.training(data, callbacks or []) as arranged:
+        bar = self.communicator.broadcast_object(verbose in ("auto", 1))
+        with self._session.training(data, callbacks or [], bar=bar) as arranged:
             return self.model.fit(
                 data,
                 epochs=epochs,

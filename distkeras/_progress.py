@@ -1,0 +1,94 @@
+"""The progress bar's values: those of all ranks, now and then within an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from distkeras._metrics import _entries
+from distkeras.communicators import Communicator
+
+_REFRESHES = 100
+_EVERY = 10
+_MOST_ELEMENTS = 2**16
+
+
+class GlobalProgress(keras.callbacks.Callback):
+    """Gives what comes after it in the list the metrics of all ranks, during an epoch.
+
+    Must be last, so that only Keras' progress bar follows. All ranks take part; a
+    hundred times an epoch the states of their metrics travel, and rank 0 computes the
+    results from all of them, as at the end of the epoch. In between the bar keeps
+    what it shows.
+
+    Args:
+        communicator: the ranks.
+        shown: whether rank 0 shows a bar; the same on every rank. Without, nothing is
+            sent.
+        steps: of an epoch, where they are known.
+    """
+
+    def __init__(
+        self, communicator: Communicator, *, shown: bool, steps: int | None
+    ) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._shown = shown
+        self._every = max(1, steps // _REFRESHES) if steps else _EVERY
+        self._batches = 0
+        self._values: dict[str, Any] = {}
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count batches."""
+        self._batches = 0
+        self._values = {}
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Puts the values of all ranks in the place of this rank's."""
+        if not self._shown:
+            return
+        if self._batches % self._every == 0:
+            self._refresh()
+        self._batches += 1
+        if logs is not None:
+            logs.update({k: v for k, v in self._values.items() if k in logs})
+
+    def _refresh(self) -> None:
+        entries = _entries(self.model.metrics)
+        arrays = [keras.ops.convert_to_numpy(e.variable.value) for e in entries]
+        if sum(array.size for array in arrays) > _MOST_ELEMENTS:
+            return
+        flat = [np.asarray(array, "float64").reshape(-1) for array in arrays]
+        gathered = self._communicator.allgather(np.concatenate([*flat, np.empty(0)]))
+        if self._communicator.rank == 0:
+            ends = np.cumsum([array.size for array in arrays])[:-1]
+            parts = [np.split(theirs, ends) for theirs in gathered]
+            pairs = [
+                (entry.variable, _combined(entry, [part[i] for part in parts]))
+                for i, entry in enumerate(entries)
+            ]
+            with keras.StatelessScope(state_mapping=pairs):
+                results = self.model.get_metrics_result()
+            self._values = {
+                name: float(value)
+                for name, value in results.items()
+                if not keras.ops.shape(value)
+            }
+
+
+def _combined(entry: Any, states: list[np.ndarray]) -> Any:
+    """Returns the state of all ranks, as a tensor of the variable's kind."""
+    ways: dict[str, Any] = {
+        "sum": np.sum,
+        "mean": np.mean,
+        "min": np.min,
+        "max": np.max,
+        "product": np.prod,
+        "first": lambda values, axis: values[0],
+    }
+    state = ways[entry.reduction](states, axis=0).reshape(entry.variable.shape)
+    return keras.ops.convert_to_tensor(state, dtype=entry.variable.dtype)

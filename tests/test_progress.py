@@ -1,0 +1,62 @@
+"""The progress bar shows the metrics of all ranks while an epoch runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+from equivalence import build
+from equivalence import samples
+
+from distkeras._progress import GlobalProgress
+from distkeras._session import Session
+from distkeras.communicators import Communicator
+from distkeras.data import shard
+from distkeras.gradients import DEFAULT_BUCKET_BYTES
+
+
+class Recorder(keras.callbacks.Callback):
+    """Stands where Keras puts the bar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(dict(logs))
+
+
+def make() -> keras.Model:
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top")]
+    return build(lambda: keras.optimizers.SGD(0.1), metrics=metrics)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> None:
+    x, y = samples(45)
+    expected = Recorder()
+    make().fit(
+        x,
+        y,
+        batch_size=4 * world.size,
+        shuffle=False,
+        verbose=0,
+        callbacks=[expected],
+    )
+    model, found = make(), Recorder()
+    data = shard(x, y, communicator=world, batch_size=4, shuffle=False)
+    if world.size == 1:
+        progress = GlobalProgress(world, shown=shown, steps=data.num_batches)
+        model.fit(data, shuffle=False, verbose=0, callbacks=[progress, found])
+    else:
+        session = Session(
+            model, world, bucket_bytes=DEFAULT_BUCKET_BYTES, check_replicas=True
+        )
+        session.prepare(data)
+        with session.training(data, [], bar=shown) as callbacks:
+            model.fit(data, shuffle=False, verbose=0, callbacks=[*callbacks, found])
+    assert len(found.seen) == len(expected.seen)
+    if shown and world.rank == 0:
+        for mine, theirs in zip(found.seen, expected.seen, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
