@@ -65,6 +65,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self.divisor = divisor
         self.verbose = verbose
+        # The Trainer's own step must stay in place; see `arrange_callbacks`.
+        self.replaces_step = True
         self._by_trainer = False
         self._prepared_for: keras.optimizers.Optimizer | None = None
 
@@ -75,7 +77,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     ) -> None:
         """Puts the warm-up in the optimizer; must come before the step is traced.
 
-        The Trainer calls it. Under plain `model.fit` it happens by itself.
+        Under `fit`, the model's or the Trainer's, it happens by itself.
 
         Args:
             optimizer: the model's.
@@ -93,7 +95,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
             return
         first = self._prepared_for is not self.model.optimizer
         self._prepare(self.model.optimizer, steps)
-        if first:
+        if first and self.replaces_step:
             # A step that was traced before would go on with the constant rate.
             self.model.train_function = None
 

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import distkeras
 from distkeras import callbacks
 from distkeras._learning_rate import scale_learning_rate
 
@@ -80,6 +81,26 @@ def test_warm_up_then_schedules(world, size):
     # Logged is the rate at the end of an epoch, and the run is the same everywhere.
     np.testing.assert_allclose(history["learning_rate"][15:], expected[:, 0], rtol=1e-6)
     assert len({repr(h) for h in world.allgather_object(history)}) == 1
+
+
+def test_warm_up_under_the_trainer(world):
+    # 20 rows on N ranks, one a step on each: the last step may be of fewer ranks.
+    model = small_model(keras.optimizers.SGD(0.1 * world.size))
+    trainer = distkeras.Trainer(model, learning_rate_scaling=None)
+    rates = Rates()
+    x = np.linspace(-1, 1, 40).reshape(-1, 2)
+    warm_up = callbacks.LearningRateWarmup(2)
+    trainer.fit(
+        x, x[:, :1], batch_size=1, epochs=3, verbose=0, callbacks=[warm_up, rates]
+    )
+    seen = np.array(rates.seen)
+    steps = -(-20 // world.size)
+    assert seen.shape == (3, steps)
+    share = np.minimum(1, np.arange(3 * steps) / (2 * steps)).reshape(3, steps)
+    np.testing.assert_allclose(seen, 0.1 * (1 + (world.size - 1) * share), rtol=1e-6)
+    # The step is the Trainer's still: it exchanges.
+    weights = [w.tolist() for w in model.get_weights()]
+    assert len({repr(w) for w in world.allgather_object(weights)}) == 1
 
 
 @pytest.mark.parametrize("jit", [False, True])
