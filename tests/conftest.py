@@ -95,6 +95,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Prints the matrix of the equivalence tests that ran."""
+    equivalence = sys.modules.get("equivalence")
+    if equivalence is None or not equivalence.DIFFERENCES:
+        return
+    size = _LAUNCHER.size if _LAUNCHER is not None else 1
+    terminalreporter.section(
+        f"largest relative difference to one process, ranks: {size}"
+    )
+    for line in equivalence.matrix():
+        terminalreporter.write_line(line)
+
+
 class _Lockstep:
     """Keeps the ranks together and makes their outcomes equal."""
 

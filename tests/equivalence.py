@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ import distkeras
 from distkeras.communicators import Communicator
 
 FEATURES, CLASSES = 6, 3
+
+DIFFERENCES: dict[str, float] = {}
+"""The largest relative difference of weights that each test has met so far."""
 
 
 def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -63,10 +67,19 @@ def assert_equal_weights(
     left: keras.Model, right: keras.Model, tolerance: float = 1e-5
 ) -> None:
     """Fails unless the largest relative difference is within `tolerance`."""
+    largest = 0.0
     for a, b in zip(left.trainable_variables, right.trainable_variables, strict=True):
         name, a, b = a.path, a.numpy(), b.numpy()
-        difference = np.abs(a - b).max() / np.abs(b).max()
+        difference = float(np.abs(a - b).max() / np.abs(b).max())
         assert difference <= tolerance, (name, difference)
+        largest = max(largest, difference)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    DIFFERENCES[test] = max(largest, DIFFERENCES.get(test, 0.0))
+
+
+def matrix() -> list[str]:
+    """Returns a line for each equivalence test: the largest relative difference."""
+    return [f"{value:8.1e}  {name}" for name, value in sorted(DIFFERENCES.items())]
 
 
 def assert_equal_everywhere(world: Communicator, model: keras.Model) -> None:
