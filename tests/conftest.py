@@ -24,7 +24,7 @@ import pytest
 from _pytest.terminal import TerminalReporter
 
 from distkeras import communicators
-from distkeras.communicators._launcher import discover
+from distkeras._launcher import discover
 
 _LAUNCHER = discover(os.environ)
 _MANY = _LAUNCHER is not None and _LAUNCHER.size != 1

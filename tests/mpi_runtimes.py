@@ -104,7 +104,7 @@ def _install_mpich() -> Path:
     """Installs the wheel in the user's cache, unless it is there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "distkeras-tests" / "mpich-5"
-    if folder.exists():
+    if _complete(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -124,9 +124,10 @@ def _install_mpich() -> Path:
             pytest.fail(f"the wheel {_MPICH} brings no {_LIBRARY} or no mpiexec")
         try:
             target.rename(folder)
-        except OSError:  # another run was faster
-            if not folder.exists():
-                raise
+        except OSError:  # another run was faster, or an incomplete folder is there
+            if not _complete(folder):
+                shutil.rmtree(folder)
+                target.rename(folder)
     return folder
 
 

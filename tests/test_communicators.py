@@ -12,13 +12,13 @@ import pytest
 
 from distkeras._errors import CommunicatorError
 from distkeras._errors import MismatchError
+from distkeras._launcher import discover
 from distkeras.communicators import Communicator
 from distkeras.communicators import MPICommunicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators._agreement import name_ranks
-from distkeras.communicators._launcher import discover
 
 NUMBERS = ("uint8", "int8", "int32", "int64", "float32", "float64")
 HALVES = ("float16", ml_dtypes.bfloat16)

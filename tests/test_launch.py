@@ -14,7 +14,7 @@ from pathlib import Path
 import mpi_runtimes
 import pytest
 
-from distkeras.communicators._launcher import Launcher
+from distkeras._launcher import Launcher
 from distkeras.launch import _cli
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
@@ -316,7 +316,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     header = (
         "import json, os, sys, time\n"
-        "from distkeras.communicators._launcher import discover\n"
+        "from distkeras._launcher import discover\n"
         "me = discover(os.environ)\n"
         "rank, size = me.rank, me.size\n"
     )

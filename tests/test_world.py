@@ -20,6 +20,8 @@ from mpi_runtimes import run
 import distkeras
 from distkeras import communicators
 from distkeras._errors import CommunicatorError
+from distkeras._launcher import Launcher
+from distkeras._launcher import discover
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.communicators._device import Device
@@ -28,8 +30,6 @@ from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pin_device
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import visible_devices
-from distkeras.communicators._launcher import Launcher
-from distkeras.communicators._launcher import discover
 
 LAUNCHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "open mpi": (

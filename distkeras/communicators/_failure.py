@@ -22,16 +22,11 @@ from types import TracebackType
 from typing import Any
 from typing import NoReturn
 
+from distkeras._exit import INTERRUPTED
+from distkeras._exit import LAST_WORDS
 from distkeras.communicators._base import Communicator
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-
-#: What a shell reports for a program that Ctrl-C ended.
-INTERRUPTED = 130
-
-# Seconds for the launcher to pass on what was written: MPICH's drops what it has
-# not read yet when a rank aborts.
-_LAST_WORDS = 0.5
 
 
 @dataclasses.dataclass
@@ -115,7 +110,7 @@ def _excepthook(
 
 
 def _abort(watch: _Watch, code: int) -> None:
-    time.sleep(_LAST_WORDS)
+    time.sleep(LAST_WORDS)
     watch.communicator.abort(code)
 
 

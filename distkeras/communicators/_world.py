@@ -8,14 +8,14 @@ import threading
 import warnings
 
 from distkeras._errors import CommunicatorError
+from distkeras._launcher import Launcher
+from distkeras._launcher import discover
 from distkeras.communicators import _device
 from distkeras.communicators import _failure
 from distkeras.communicators._agreement import agree
 from distkeras.communicators._agreement import collectively
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
-from distkeras.communicators._launcher import Launcher
-from distkeras.communicators._launcher import discover
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason

@@ -14,15 +14,17 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from collections.abc import MutableMapping
 from collections.abc import Sequence
 from typing import Any
 
-from distkeras.communicators._failure import INTERRUPTED
-from distkeras.communicators._launcher import Launcher
-from distkeras.communicators._launcher import discover
+from distkeras._exit import INTERRUPTED
+from distkeras._exit import LAST_WORDS
+from distkeras._launcher import Launcher
+from distkeras._launcher import discover
 from distkeras.launch import _node
 
 _PR_SET_PDEATHSIG = 1
@@ -169,6 +171,7 @@ def _end_job(code: int) -> None:
         return
     connection = os.environ.get("PMI_FD", "")
     if connection.isdecimal():
+        time.sleep(LAST_WORDS)
         with contextlib.suppress(OSError):
             os.write(int(connection), f"cmd=abort exitcode={code}\n".encode())
 
