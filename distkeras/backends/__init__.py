@@ -1,5 +1,8 @@
 """How a training step of one Keras backend hands its gradients over."""
 
 from distkeras.backends._current import current as current
+from distkeras.backends._optimizers import (
+    indifferent_to_duplicates as indifferent_to_duplicates,
+)
 from distkeras.backends._optimizers import inner_optimizers as inner_optimizers
 from distkeras.backends._optimizers import updates as updates

@@ -71,6 +71,29 @@ def gradient_scale(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer.loss_scale_factor or 1.0
 
 
+def indifferent_to_duplicates(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether rows of a sparse gradient with the same index may be summed.
+
+    Keras 3 hands the rows of an embedding's gradient to the optimizer as they are, an
+    index as often as the batch holds it, and most optimizers take the sum of their
+    squares for the square of their sum: Adam's velocity grows by Σ g², and not by
+    (Σ g)². What has been summed, or made dense, trains otherwise. The exceptions are
+    rules that are linear in the gradient up to where it meets dense state, without
+    clipping; and accumulation, where Keras makes the gradient dense first.
+    """
+    return all(map(_is_linear_in_rows, inner_optimizers(optimizer)))
+
+
+def _is_linear_in_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    if optimizer.gradient_accumulation_steps:
+        return True
+    kind = type(optimizer)
+    if kind.__module__ == "keras.optimizers":
+        kind = kind.__mro__[1]  # a public class under `DistributedOptimizer`
+    clips = optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
+    return kind in (keras.optimizers.SGD, keras.optimizers.Lion) and not clips
+
+
 def updates(optimizer: keras.optimizers.Optimizer) -> int:
     """Returns how many updates the optimizer has made so far."""
     return max(int(o.iterations) for o in inner_optimizers(optimizer))

@@ -2,7 +2,7 @@
 
 On the host one call per bucket hands NumPy views of the gradients to
 `GradientExchange`; nothing is concatenated in the graph, the only copy is the one
-into the fusion buffer.
+into the fusion buffer. Sparse gradients (`tf.IndexedSlices`) stay sparse.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import tensorflow as tf
 from distkeras.backends._optimizers import accumulating_optimizers
 from distkeras.backends._optimizers import accumulation_steps
 from distkeras.backends._optimizers import gradient_scale
+from distkeras.backends._optimizers import indifferent_to_duplicates
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
+from distkeras.gradients import Rows
 from distkeras.gradients import canonical_path
+from distkeras.gradients import nonzero_rows
 
 
 class TensorFlowExchange:
@@ -55,7 +58,7 @@ class TensorFlowExchange:
 
     def apply(
         self,
-        apply: Callable[[list[tf.Tensor | None], Sequence[Any]], Any],
+        apply: Callable[[list[Any], Sequence[Any]], Any],
         optimizer: keras.optimizers.Optimizer,
         gradients: Sequence[Any],
         variables: Sequence[Any],
@@ -68,17 +71,17 @@ class TensorFlowExchange:
             apply: the optimizer's own `apply`.
             optimizer: the outermost optimizer, which says when it updates.
             gradients: this rank's, None where the loss does not depend on the
-                variable.
+                variable. `tf.IndexedSlices` are handed on as such.
             variables: what they belong to.
             may_be_exhausted: whether a step may come in which no rank has an
                 example left; then nothing is applied.
         """
         present = [i for i, g in enumerate(gradients) if g is not None]
-        dense = [tf.convert_to_tensor(gradients[i]) for i in present]
         plan = self._plan(gradients, variables)
         kept = [variables[i] for i in present]
-        reduced, examples = self._reduce(plan, optimizer, dense, present, kept)
-        result: list[tf.Tensor | None] = [None] * len(gradients)
+        mine = [gradients[i] for i in present]
+        reduced, examples = self._reduce(plan, optimizer, mine, present, kept)
+        result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
 
@@ -101,23 +104,30 @@ class TensorFlowExchange:
         self,
         plan: Plan,
         optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor],
+        gradients: list[Any],
         present: list[int],
         variables: list[Any],
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+    ) -> tuple[list[Any], tf.Tensor]:
         count = 1.0 if self.examples is None else self.examples
         count = tf.cast(count, tf.float64)
         if not accumulation_steps(optimizer, variables):
-            return self._allreduce(plan, gradients, present, count)
-        return self._accumulate(plan, optimizer, gradients, present, variables, count)
+            merge = indifferent_to_duplicates(optimizer)
+            reduced, examples = self._allreduce(plan, gradients, present, count, merge)
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                reduced = [_plainly_finite_or_not(g) for g in reduced]
+            return reduced, examples
+        # As in Keras, whose accumulators are dense.
+        dense = [tf.convert_to_tensor(g) for g in gradients]
+        return self._accumulate(plan, optimizer, dense, present, variables, count)
 
     def _allreduce(
         self,
         plan: Plan,
-        gradients: list[tf.Tensor],
+        gradients: list[Any],
         present: list[int],
         count: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        merge: bool,
+    ) -> tuple[list[Any], tf.Tensor]:
         """Returns the mean over all examples of all ranks, and their number."""
         position = {index: i for i, index in enumerate(present)}
         reduced: list[Any] = list(gradients)
@@ -137,7 +147,49 @@ class TensorFlowExchange:
             for i, output in zip(where, outputs, strict=True):
                 output.set_shape(gradients[i].shape)
                 reduced[i] = output
+        if plan.sparse:
+            where = [position[index] for index in plan.sparse]
+            with tf.control_dependencies(after):
+                examples, rows = self._exchange_rows(
+                    plan, [gradients[i] for i in where], count, merge
+                )
+            for i, output in zip(where, rows, strict=True):
+                reduced[i] = output
         return reduced, examples
+
+    def _exchange_rows(
+        self, plan: Plan, gradients: list[Any], count: tf.Tensor, merge: bool
+    ) -> tuple[tf.Tensor, list[Any]]:
+        """Exchanges the sparse gradients, all of them in one call on the host.
+
+        Those that have become dense come back dense.
+        """
+        if not isinstance(gradients[0], tf.IndexedSlices):
+            examples, *outputs = tf.numpy_function(
+                _dense_rows_call(self.exchange, plan),
+                [count, *gradients],
+                [tf.float64, *(g.dtype for g in gradients)],
+            )
+            for gradient, output in zip(gradients, outputs, strict=True):
+                output.set_shape(gradient.shape)
+        else:
+            flat = [part for g in gradients for part in (g.indices, g.values)]
+            examples, *parts = tf.numpy_function(
+                _rows_call(self.exchange, plan, merge),
+                [count, *flat],
+                [tf.float64, *(part.dtype for part in flat)],
+            )
+            outputs = []
+            shapes = [plan.gradients[index].shape for index in plan.sparse]
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            for shape, (indices, values) in zip(shapes, pairs, strict=True):
+                indices.set_shape((None,))
+                values.set_shape((None, *shape[1:]))
+                outputs.append(
+                    tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
+                )
+        examples.set_shape(())
+        return examples, outputs
 
     def _accumulate(
         self,
@@ -162,7 +214,9 @@ class TensorFlowExchange:
         guarded = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         finite = tf.constant(True)
         if guarded:
-            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients])
+            finite = tf.reduce_all(
+                [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
+            )
         examples, nonfinite = tf.numpy_function(
             _counts_call(self.exchange),
             [count, tf.logical_and(count > 0, tf.logical_not(finite))],
@@ -171,7 +225,9 @@ class TensorFlowExchange:
         examples.set_shape(())
         nonfinite.set_shape(())
         share = tf.math.divide_no_nan(count, examples)
-        shares = [tf.math.multiply_no_nan(g, tf.cast(share, g.dtype)) for g in gradients]
+        shares = [
+            tf.math.multiply_no_nan(g, tf.cast(share, g.dtype)) for g in gradients
+        ]
         if guarded:
             # Every rank must skip the micro-step that one rank has to skip.
             shares = [
@@ -187,7 +243,7 @@ class TensorFlowExchange:
             # The shares are already weighted, so here every rank counts once and
             # the mean over ranks is brought back to the sum.
             one = tf.constant(1.0, tf.float64)
-            means, ranks = self._allreduce(plan, sums, present, one)
+            means, ranks = self._allreduce(plan, sums, present, one, True)
             for accumulator in accumulators:
                 accumulator.assign(tf.zeros_like(accumulator))
             return [g * tf.cast(ranks, g.dtype) for g in means]
@@ -197,6 +253,21 @@ class TensorFlowExchange:
         is_update = tf.logical_and(is_update, examples > 0)
         reduced = tf.cond(is_update, at_update, lambda: shares)
         return reduced, examples
+
+
+def _plainly_finite_or_not(gradient: Any) -> Any:
+    """Makes all rows of a sparse gradient infinite if one is not finite.
+
+    Keras' check for finite gradients looks, of rows with the same index, at the last
+    one only (`isfinite` of `tf.IndexedSlices`, Keras 3.15): it would miss the others,
+    and an infinite weight would be the end of the run.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    values = gradient.values
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    values = tf.where(finite, values, tf.constant(float("inf"), values.dtype))
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _host_call(
@@ -209,6 +280,43 @@ def _host_call(
         return [np.float64(exchange.examples), *reduced]
 
     return exchange_bucket
+
+
+def _rows_call(
+    exchange: GradientExchange, plan: Plan, merge: bool
+) -> Callable[..., list[Any]]:
+    """Returns the function that TensorFlow calls on the host for sparse gradients."""
+
+    def exchange_rows(examples: Any, *arrays: np.ndarray) -> list[Any]:
+        pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
+        pieces = [Rows(indices, values) for indices, values in pairs]
+        reduced = exchange.reduce_rows(plan, float(examples), pieces, merge=merge)
+        outputs: list[Any] = [np.float64(exchange.examples)]
+        for (indices, values), rows in zip(pairs, reduced, strict=True):
+            outputs += [
+                rows.indices.astype(indices.dtype, copy=False),
+                rows.values.astype(values.dtype, copy=False),
+            ]
+        return outputs
+
+    return exchange_rows
+
+
+def _dense_rows_call(
+    exchange: GradientExchange, plan: Plan
+) -> Callable[..., list[Any]]:
+    """Returns the same for gradients of which many rows may be zero, still dense."""
+
+    def exchange_dense_rows(examples: Any, *arrays: np.ndarray) -> list[Any]:
+        pieces = [nonzero_rows(array) for array in arrays]
+        reduced = exchange.reduce_rows(plan, float(examples), pieces, merge=True)
+        dense = [
+            rows.dense(array.shape, array.dtype)
+            for rows, array in zip(reduced, arrays, strict=True)
+        ]
+        return [np.float64(exchange.examples), *dense]
+
+    return exchange_dense_rows
 
 
 def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:

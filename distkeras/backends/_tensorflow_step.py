@@ -115,7 +115,7 @@ def _split_step(
 ) -> Function:
     variables = list(model.trainable_variables)
     optimizer = model.optimizer
-    has_gradient: list[bool] = []
+    parts = _Parts(variables)
     plain_compute_metrics = keras.Model.compute_metrics
 
     def backward(data: Any) -> tuple[Any, list[tf.Tensor]]:
@@ -129,17 +129,15 @@ def _split_step(
             model._loss_tracker.update_state(loss, sample_weight=rows(data))
             loss = optimizer.scale_loss(loss)
         gradients = tape.gradient(loss, [v.value for v in variables])
-        has_gradient[:] = [g is not None for g in gradients]
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return logs, [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        return logs, parts.split(gradients)
 
     def nothing(data: Any) -> tuple[Any, list[tf.Tensor]]:
-        if has_gradient and type(model).compute_metrics is plain_compute_metrics:
+        if parts.known and type(model).compute_metrics is plain_compute_metrics:
             logs = model.get_metrics_result()
         else:
             logs, _ = _on_dummy(model, backward, data)
-        present = [v for v, has in zip(variables, has_gradient, strict=True) if has]
-        return logs, [tf.zeros(v.shape, v.dtype) for v in present]
+        return logs, parts.zeros()
 
     compiled_backward = _half(model, backward)
     update = _half(model, lambda gradients: optimizer.apply(gradients, variables))
@@ -150,20 +148,77 @@ def _split_step(
     def step(data: Any) -> Any:
         count = rows(data)
         if uneven:
-            logs, present = tf.cond(
+            logs, flat = tf.cond(
                 count > 0, lambda: compiled_backward(data), lambda: nothing(data)
             )
         else:
-            logs, present = compiled_backward(data)
-        supply = iter(present)
-        gradients = [next(supply) if has else None for has in has_gradient]
+            logs, flat = compiled_backward(data)
         with exchange.counting(count):
             exchange.apply(
-                apply, optimizer, gradients, variables, may_be_exhausted=uneven
+                apply, optimizer, parts.join(flat), variables, may_be_exhausted=uneven
             )
         return logs
 
     return step
+
+
+class _Parts:
+    """Takes gradients apart into tensors that any function can return.
+
+    A sparse gradient becomes its values and its indices, an absent one nothing.
+    """
+
+    def __init__(self, variables: list[Any]) -> None:
+        self._variables = variables
+        self._kinds: list[str] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether gradients have been seen, so that `zeros` knows their kinds."""
+        return bool(self._kinds)
+
+    def split(self, gradients: list[Any]) -> list[tf.Tensor]:
+        """Returns the tensors of `gradients`, and keeps in mind what they were."""
+        flat = []
+        self._kinds = []
+        for gradient in gradients:
+            if gradient is None:
+                self._kinds.append("absent")
+            elif isinstance(gradient, tf.IndexedSlices):
+                self._kinds.append(gradient.indices.dtype.name)
+                flat += [gradient.values, gradient.indices]
+            else:
+                self._kinds.append("dense")
+                flat.append(gradient)
+        return flat
+
+    def join(self, flat: list[tf.Tensor]) -> list[Any]:
+        """Returns the gradients that `split` took apart."""
+        supply = iter(flat)
+        gradients: list[Any] = []
+        for kind, variable in zip(self._kinds, self._variables, strict=True):
+            if kind == "absent":
+                gradients.append(None)
+            elif kind == "dense":
+                gradients.append(next(supply))
+            else:
+                values, indices = next(supply), next(supply)
+                shape = tf.constant(tuple(variable.shape), kind)
+                gradients.append(tf.IndexedSlices(values, indices, shape))
+        return gradients
+
+    def zeros(self) -> list[tf.Tensor]:
+        """Returns the tensors of a rank without rows: zeros, and no indices."""
+        flat = []
+        for kind, variable in zip(self._kinds, self._variables, strict=True):
+            if kind == "dense":
+                flat.append(tf.zeros(variable.shape, variable.dtype))
+            elif kind != "absent":
+                flat += [
+                    tf.zeros((0, *variable.shape[1:]), variable.dtype),
+                    tf.zeros((0,), kind),
+                ]
+        return flat
 
 
 def _whole_step(

@@ -2,7 +2,8 @@
 
 A backend calls `GradientExchange.reduce` once a bucket with NumPy views of this
 rank's gradients; the arrays that come back are views of the fusion buffer and stay
-valid until the same bucket is exchanged again.
+valid until the same bucket is exchanged again. Sparse gradients follow, all of them
+in one call of `GradientExchange.reduce_rows`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ from distkeras.gradients._plan import Bucket
 from distkeras.gradients._plan import Gradient
 from distkeras.gradients._plan import Plan
 from distkeras.gradients._plan import make_plan
+from distkeras.gradients._plan import wire_dtype
+from distkeras.gradients._rows import Kind
+from distkeras.gradients._rows import Rows
+from distkeras.gradients._rows import dense_bytes
+from distkeras.gradients._rows import joined
+from distkeras.gradients._rows import pack
+from distkeras.gradients._rows import row_bytes
+from distkeras.gradients._rows import split_dense
+from distkeras.gradients._rows import unpack
+from distkeras.gradients._rows import weighted
 
 _EXAMPLES, _STOP, _NONFINITE = 0, 1, 2
 
@@ -31,9 +42,12 @@ class Counters:
 
     Attributes:
         exchanges: gradient exchanges; one an optimizer update.
-        collectives: allreduce calls, one a bucket.
-        messages: small allreduce calls between updates (accumulation).
-        bytes: bytes that were reduced.
+        collectives: calls that carry gradients: an allreduce for each bucket, and for
+            all sparse gradients together an allgather, an allreduce of those that are
+            smaller dense, or both.
+        messages: small calls that carry counts only: between updates (accumulation),
+            and before sparse gradients for which there is a choice.
+        bytes: bytes that this rank handed to them.
     """
 
     exchanges: int = 0
@@ -154,15 +168,108 @@ class GradientExchange:
             self._read(float(header[_EXAMPLES]), bool(header[_STOP]))
             body = buffer[header.size :]
             body *= 1 / self.examples if self.examples else 0.0
-        if number == len(plan.buckets) - 1:
-            self._stop_requested = False
-            self.counters.exchanges += self.examples > 0
+        if number == len(plan.buckets) - 1 and not plan.sparse:
+            self._finish()
         return [
             buffer[p.offset : p.offset + p.length]
             .reshape(p.shape)
             .astype(array.dtype, copy=False)
             for p, array in zip(bucket.placements, arrays, strict=True)
         ]
+
+    def reduce_rows(
+        self, plan: Plan, examples: float, pieces: Sequence[Rows], *, merge: bool
+    ) -> list[Rows]:
+        """Exchanges all sparse gradients of the plan.
+
+        Args:
+            plan: what `plan` returned.
+            examples: as in `reduce`.
+            pieces: this rank's rows, one entry for each of `plan.sparse`; of any dtype.
+            merge: whether rows with the same index may be summed. Then a gradient is
+                sent dense when the rows of all ranks would take more bytes than that.
+
+        Returns:
+            All ranks' rows, in the order of ranks, each times n / Σ n; with `merge`,
+            their sums, each index once. In the wire's dtype.
+        """
+        kinds = [
+            (plan.gradients[i].shape, wire_dtype(plan.gradients[i].dtype))
+            for i in plan.sparse
+        ]
+        mine = [
+            weighted(piece, examples, dtype)
+            for piece, (_, dtype) in zip(pieces, kinds, strict=True)
+        ]
+        if merge:
+            result = self._reduce_merged(examples, [m.merged() for m in mine], kinds)
+        else:
+            heads, result = self._allgather_rows(examples, mine, kinds)
+            self._read_heads(heads)
+        scale = 1 / self.examples if self.examples else 0.0
+        for piece in result:
+            np.multiply(piece.values, scale, out=piece.values)
+        self._finish()
+        return result
+
+    def _reduce_merged(
+        self, examples: float, mine: list[Rows], kinds: list[Kind]
+    ) -> list[Rows]:
+        """Sums rows over ranks, each variable's in the form that is smaller."""
+        heads = self.communicator.allgather(self._head(examples, mine))
+        self.counters.messages += 1
+        self._read_heads(heads)
+        lengths = np.sum(heads, axis=0)[2:]
+        forms: dict[str, list[int]] = {}
+        for k, (kind, length) in enumerate(zip(kinds, lengths, strict=True)):
+            sparse = length * row_bytes(*kind) < dense_bytes(*kind)
+            forms.setdefault("rows" if sparse else kind[1].name, []).append(k)
+        result = list(mine)
+        for form, chosen in forms.items():
+            ours, of = [mine[k] for k in chosen], [kinds[k] for k in chosen]
+            if form == "rows":
+                _, gathered = self._allgather_rows(examples, ours, of)
+                sums = [piece.merged() for piece in gathered]
+            else:
+                flat = np.concatenate(
+                    [
+                        rows.dense(*kind).reshape(-1)
+                        for rows, kind in zip(ours, of, strict=True)
+                    ]
+                )
+                self._allreduce(flat, "sum")
+                sums = split_dense(flat, [shape for shape, _ in of])
+            for k, piece in zip(chosen, sums, strict=True):
+                result[k] = piece
+        return result
+
+    def _allgather_rows(
+        self, examples: float, mine: list[Rows], kinds: list[Kind]
+    ) -> tuple[list[np.ndarray], list[Rows]]:
+        """Returns every rank's head, and for each variable all ranks' rows."""
+        head = self._head(examples, mine)
+        packed = pack(head, mine)
+        self.counters.collectives += 1
+        self.counters.bytes += packed.nbytes
+        parts = self.communicator.allgather(packed)
+        heads = [part[: head.nbytes].view(np.float64) for part in parts]
+        unpacked = [
+            unpack(part[head.nbytes :], h[2:].astype(int).tolist(), kinds)
+            for part, h in zip(parts, heads, strict=True)
+        ]
+        return heads, [joined(pieces) for pieces in zip(*unpacked, strict=True)]
+
+    def _head(self, examples: float, mine: list[Rows]) -> np.ndarray:
+        return np.array([examples, self._stop_requested, *map(len, mine)], np.float64)
+
+    def _read_heads(self, heads: list[np.ndarray]) -> None:
+        total = np.sum(heads, axis=0)
+        self._read(float(total[_EXAMPLES]), bool(total[_STOP]))
+
+    def _finish(self) -> None:
+        """Counts an exchange whose last message has been sent."""
+        self._stop_requested = False
+        self.counters.exchanges += self.examples > 0
 
     def reduce_counts(self, examples: float, nonfinite: bool) -> tuple[float, bool]:
         """Exchanges the flags alone, for a step in which gradients stay local.

@@ -91,10 +91,15 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All gradients of one optimizer update, dealt into buckets."""
+    """All gradients of one optimizer update: dense ones dealt into buckets."""
 
     gradients: tuple[Gradient, ...]
     buckets: tuple[Bucket, ...]
+
+    @property
+    def sparse(self) -> list[int]:
+        """Numbers of the gradients that travel as rows, after the buckets."""
+        return [n for n, g in enumerate(self.gradients) if g.exists and g.sparse]
 
     @property
     def rows(self) -> list[str]:
@@ -103,7 +108,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one exchange reduces."""
+        """Bytes that one exchange reduces, rows of sparse gradients apart."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
 
@@ -166,7 +171,7 @@ def make_plan(
 
     for index in reversed(range(len(gradients))):
         gradient = gradients[index]
-        if not gradient.exists:
+        if not gradient.exists or gradient.sparse:
             continue
         dtype = wire_dtype(gradient.dtype)
         key = (dtype, gradient.reduction)
@@ -181,13 +186,14 @@ def make_plan(
         ends[key] += step
     for key in list(open_):
         close(key)
-    if not buckets:
+    plan = Plan(tuple(gradients), tuple(buckets))
+    if not buckets and not plan.sparse:
         raise ValueError(
             "Expected a gradient for at least one trainable variable. Received: "
             f"none for any of {[gradient.path for gradient in gradients]}. Does the "
             "loss depend on the model's outputs?"
         )
-    return Plan(tuple(gradients), tuple(buckets))
+    return plan
 
 
 def _aligned(length: int, dtype: np.dtype) -> int:
