@@ -165,6 +165,11 @@ def warm_up_learning_rate(
     _install_on_wrappers(optimizer)
 
 
+def warms_up(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether a warm-up was ever installed: a step traced before has none."""
+    return any((state := _state(part)) and state.ramps for part in _parts(optimizer))
+
+
 def applied_factor(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the factor that the rate of `optimizer` is scaled by now, else 1."""
     factors = {s.factor if (s := _state(o)) else 1.0 for o in _parts(optimizer)}

@@ -16,6 +16,7 @@ import keras
 
 from distkeras import backends
 from distkeras._consensus import arrange_callbacks
+from distkeras._learning_rate import warms_up
 from distkeras._metrics import exact_metrics
 from distkeras._optimizer import undistribute
 from distkeras._progress import GlobalProgress
@@ -62,17 +63,24 @@ class Session:
         self._check_replicas = check_replicas
         self.functions: Functions | None = None
 
-    def prepare(self, data: Any) -> None:
-        """Creates all variables and, unless nothing changed since, the functions.
+    def build(self, data: Any) -> None:
+        """Creates all variables of the model, its metrics and its optimizer.
 
         Args:
             data: the sharded training data.
         """
+        if self._model.optimizer is not None:
+            undistribute(self._model.optimizer)
+        backends.current().build(self._model, data)
+
+    def prepare(self, data: Any) -> None:
+        """Makes the functions, unless nothing that they depend on has changed.
+
+        Args:
+            data: the sharded training data; `build` has seen it.
+        """
         model = self._model
-        if model.optimizer is not None:
-            undistribute(model.optimizer)
         backend = backends.current()
-        backend.build(model, data)
         state = _state(model, uneven=data.may_be_empty)
         if self.functions is not None:
             if self.functions.state == state:
@@ -156,7 +164,9 @@ class Order(keras.callbacks.Callback):
 
 def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
     """Returns what the functions of a model depend on, to be compared."""
+    optimizers = backends.current().find_optimizers(model)
     return (
+        [(id(optimizer), warms_up(optimizer)) for optimizer in optimizers],
         model.optimizer,
         model._compile_loss,
         model._compile_metrics,

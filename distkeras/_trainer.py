@@ -247,8 +247,9 @@ class Trainer:
                 steps=validation_steps,
                 shard=shard,
             )
-        self._session.prepare(data)
+        self._session.build(data)
         self._scale(data)
+        self._session.prepare(data)
         if not self._reported:
             self._report(data)
             self._reported = True

@@ -53,6 +53,7 @@ def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> No
         session = Session(
             model, world, bucket_bytes=DEFAULT_BUCKET_BYTES, check_replicas=True
         )
+        session.build(data)
         session.prepare(data)
         with session.training(data, [], bar=shown) as callbacks:
             model.fit(data, shuffle=False, verbose=0, callbacks=[*callbacks, found])

@@ -1,0 +1,262 @@
+"""Keras' callbacks under `Trainer.fit`: one set of files, decisions shared by all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import FEATURES
+from equivalence import assert_equal_everywhere
+from equivalence import assert_equal_history
+from equivalence import assert_equal_weights
+from equivalence import build
+from equivalence import samples
+from equivalence import trainer
+
+import distkeras
+from distkeras.communicators import Communicator
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def test_callbacks_decide_as_in_one_process(world: Communicator) -> None:
+    """Early stopping, plateau, scheduler and EMA swap, all on validation values."""
+    x, y = samples(60)
+    xv, yv = samples(23, seed=9)
+
+    def callbacks() -> list[keras.callbacks.Callback]:
+        return [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 1.1),
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.01),
+            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+        ]
+
+    def optimizer() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.3, momentum=0.9, use_ema=True, ema_momentum=0.9)
+
+    single, model = build(optimizer), build(optimizer)
+    options: dict[str, Any] = {"epochs": 12, "shuffle": False, "verbose": 0}
+    options["validation_data"] = (xv, yv)
+    expected = single.fit(
+        x, y, batch_size=6 * world.size, callbacks=callbacks(), **options
+    )
+    history = trainer(model).fit(x, y, batch_size=6, callbacks=callbacks(), **options)
+    assert history.epoch == expected.epoch
+    assert_equal_history(history, expected, 1e-4)
+    assert_equal_weights(model, single, 1e-4)
+    assert_equal_everywhere(world, model)
+
+
+def test_nan_on_one_rank_stops_all(world: Communicator) -> None:
+    x, y = samples(16 * world.size)
+    x[16 * world.size // 2 :] = np.nan  # only in the shard of the last rank
+    model = build(sgd)
+    history = trainer(model).fit(
+        x[:, :],
+        y,
+        batch_size=16,
+        epochs=50,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+    )
+    epochs = world.allgather_object(history.epoch)
+    assert all(theirs == epochs[0] for theirs in epochs)
+    assert len(epochs[0]) <= 2
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops at a batch, on one rank alone."""
+
+    def __init__(self, rank: int, mine: int, batch: int) -> None:
+        super().__init__()
+        self.asks, self.batch, self.seen = rank == mine, batch, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+        if self.asks and batch == self.batch:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_stop_at_a_batch_of_one_rank(
+    world: Communicator, batch: int, accumulation: int | None
+) -> None:
+    x, y = samples(10 * 4 * world.size)
+    stop = StopAt(world.size - 1, world.rank, batch)
+    model = build(
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulation)
+    )
+    trainer(model).fit(
+        x, y, batch_size=4, epochs=3, shuffle=False, verbose=0, callbacks=[stop]
+    )
+    seen = world.allgather_object(stop.seen)
+    late = 1 if world.size > 1 else 0
+    assert seen == [batch + 1 + late] * world.size
+
+
+def test_files_are_those_of_one_process(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    folder = tmp_path_shared
+    x, y = samples(24)
+    model = build(sgd)
+    run = distkeras.Trainer(model)
+    run.fit(
+        x,
+        y,
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True),
+            keras.callbacks.ModelCheckpoint(
+                folder / "{epoch}.weights.h5", save_weights_only=True
+            ),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.TensorBoard(folder / "board"),
+        ],
+    )
+    world.barrier()
+    names = sorted(
+        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
+    )
+    assert [n for n in names if not n.startswith("board/")] == [
+        "1.weights.h5",
+        "2.weights.h5",
+        "best.keras",
+        "log.csv",
+    ]
+    boards = [n for n in names if n.startswith("board/")]
+    assert sorted(n.split("/")[1] for n in boards) == ["train", "validation"]
+    lines = (folder / "log.csv").read_text().splitlines()
+    assert len(lines) == 3
+    world.barrier()
+
+
+@pytest.mark.launches
+def test_checkpoint_loads_where_distkeras_is_not(tmp_path: Path) -> None:
+    """Written at 2 ranks; loaded by a process that cannot import distkeras."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import keras, numpy as np, distkeras\n"
+        "keras.utils.set_random_seed(0)\n"
+        "model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])\n"
+        "trainer = distkeras.Trainer(model)\n"
+        "trainer.compile(keras.optimizers.Adam(0.125), loss='mse', metrics=['mae'])\n"
+        "x = np.random.default_rng(0).normal(size=(20, 3)).astype('float32')\n"
+        "callback = keras.callbacks.ModelCheckpoint('last.keras')\n"
+        "trainer.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[callback])\n"
+    )
+    command = [sys.executable, "-m", "distkeras", "run", "-n", "2", script.name]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    load = (
+        "import sys; sys.modules['distkeras'] = None\n"
+        "import keras, numpy as np\n"
+        "model = keras.models.load_model('last.keras')\n"
+        "optimizer = model.optimizer\n"
+        "print(type(optimizer).__name__, float(optimizer.learning_rate),"
+        " int(optimizer.iterations))\n"
+        "model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)\n"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", load],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split() == ["Adam", "0.125", "3"]
+
+
+def test_dropout_masks_differ_by_rank_and_repeat(world: Communicator) -> None:
+    class Masks(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = keras.layers.Dropout(0.5)
+            self.seen = self.add_weight(
+                shape=(FEATURES,), initializer="zeros", trainable=False
+            )
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            x = self.dropout(x, training=training)
+            if training:
+                mask = keras.ops.cast(keras.ops.not_equal(x[0], 0), "float32")
+                self.seen.assign(keras.ops.add(self.seen * 2.0, mask))
+            return x
+
+    x, y = np.ones((8 * world.size, FEATURES), "float32"), np.zeros(8 * world.size)
+    masks = []
+    for _ in range(2):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((FEATURES,))
+        layer = Masks()
+        model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+        model.compile("sgd", loss="mse")
+        trainer(model).fit(x, y, batch_size=2, shuffle=False, verbose=0)
+        masks.append(layer.seen.numpy().tolist())
+    assert masks[0] == masks[1]
+    everyone = world.allgather_object(tuple(masks[0]))
+    assert len(set(everyone)) == world.size
+
+
+def test_moving_statistics_are_equal_in_the_end(world: Communicator) -> None:
+    x, y = samples(8 * world.size)
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.BatchNormalization()(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trainer(model).fit(x, y, batch_size=4, verbose=0)
+    mine = [v.numpy().tobytes() for v in model.variables]
+    assert all(theirs == mine for theirs in world.allgather_object(mine))
+
+
+def test_warmup_epochs(world: Communicator) -> None:
+    """At update k the rate is base·(1 + (N - 1)·min(1, k / (W·S)))."""
+    x, y = samples(12 * world.size)
+    model = build(lambda: keras.optimizers.SGD(0.1))
+    rates = []
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.append(
+            float(model.optimizer.learning_rate)
+        )
+    )
+    run = distkeras.Trainer(model, warmup_epochs=2)
+    run.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[log])
+    steps = 3
+    expected = [
+        0.1 * (1 + (world.size - 1) * min(1, k / (2 * steps))) for k in range(3 * steps)
+    ]
+    if world.size == 1:
+        expected = [0.1] * len(rates)
+    assert rates == pytest.approx(expected, rel=1e-6)
+
+
+def test_warmup_that_comes_with_a_later_fit(world: Communicator) -> None:
+    """The step that the first `fit` traced knows no warm-up; it must not be used."""
+    x, y = samples(12 * world.size)
+    model = build(lambda: keras.optimizers.SGD(0.1))
+    run = distkeras.Trainer(model)
+    run.fit(x, y, batch_size=4, verbose=0)
+    before = run._session.functions
+    run.warmup_epochs = 4
+    run.fit(x, y, batch_size=4, verbose=0)
+    if world.size > 1:
+        assert run._session.functions is not before
+        updates = int(model.optimizer.iterations)
+        expected = 0.1 * (1 + (world.size - 1) * min(1, updates / 12))
+        assert float(model.optimizer.learning_rate) == pytest.approx(expected)
