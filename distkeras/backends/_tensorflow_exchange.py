@@ -206,6 +206,8 @@ class TensorFlowExchange:
         the shares, accumulators included, are summed and the accumulators cleared,
         so that Keras' own `(g + accumulator) / steps` is the same on all ranks.
         Handing over `reduced - accumulator` instead would round differently on each.
+        Scales that overwrite their variable have no shares: of them, Keras and the
+        exchange keep the largest.
         """
         steps = accumulation_steps(optimizer, variables)
         owners = accumulating_optimizers(optimizer, variables)
@@ -225,8 +227,11 @@ class TensorFlowExchange:
         examples.set_shape(())
         nonfinite.set_shape(())
         share = tf.math.divide_no_nan(count, examples)
+        whole = tf.cast(count > 0, count.dtype)
+        largest = [plan.gradients[index].reduction == "max" for index in present]
         shares = [
-            tf.math.multiply_no_nan(g, tf.cast(share, g.dtype)) for g in gradients
+            tf.math.multiply_no_nan(g, tf.cast(whole if is_max else share, g.dtype))
+            for g, is_max in zip(gradients, largest, strict=True)
         ]
         if guarded:
             # Every rank must skip the micro-step that one rank has to skip.
@@ -237,8 +242,8 @@ class TensorFlowExchange:
 
         def at_update() -> list[tf.Tensor]:
             sums = [
-                g + tf.cast(a * scale, g.dtype)
-                for g, a in zip(shares, accumulators, strict=True)
+                tf.maximum(g, a) if is_max else g + tf.cast(a * scale, g.dtype)
+                for g, a, is_max in zip(shares, accumulators, largest, strict=True)
             ]
             # The shares are already weighted, so here every rank counts once and
             # the mean over ranks is brought back to the sum.
@@ -246,11 +251,15 @@ class TensorFlowExchange:
             means, ranks = self._allreduce(plan, sums, present, one, True)
             for accumulator in accumulators:
                 accumulator.assign(tf.zeros_like(accumulator))
-            return [g * tf.cast(ranks, g.dtype) for g in means]
+            return [
+                g if is_max else g * tf.cast(ranks, g.dtype)
+                for g, is_max in zip(means, largest, strict=True)
+            ]
 
         first = owners[0][0].optimizer
         is_update = (first._iterations.value + 1) % steps == 0
-        is_update = tf.logical_and(is_update, examples > 0)
+        # A step that is skipped updates nothing: it must not clear the accumulators.
+        is_update &= tf.logical_and(examples > 0, tf.logical_not(nonfinite))
         reduced = tf.cond(is_update, at_update, lambda: shares)
         return reduced, examples
 
