@@ -186,21 +186,37 @@ class Consensus(keras.callbacks.Callback):
             self._take_rates([theirs[1:] for theirs in gathered])
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Makes weights equal that a callback changed on some ranks."""
-        variables = _shared_variables(self.model)
-        digest = hashlib.blake2b(digest_size=16)
-        for variable in variables:
-            digest.update(_array(variable).tobytes())
-        if len(set(self._communicator.allgather_object(digest.digest()))) > 1:
-            _broadcast(variables, self._communicator)
-            # Last: where warnings are errors, no rank may be left in a collective.
-            if self._communicator.rank == 0:
-                warnings.warn(
-                    "Weights differ between ranks when training ends, as if a callback "
-                    "had changed them (EarlyStopping with a monitor that differs "
-                    "between ranks?). Rank 0's are taken.",
-                    stacklevel=2,
-                )
+        """Makes weights equal that a callback changed on some ranks, and states."""
+        model = self.model
+        trainable = {id(variable) for variable in model.trainable_variables}
+        variables = _shared_variables(model)
+        mine = [hashlib.blake2b(_array(v).tobytes()).digest() for v in variables]
+        gathered = self._communicator.allgather_object(mine)
+        differ = [
+            variable
+            for variable, *digests in zip(variables, *gathered, strict=True)
+            if len(set(digests)) > 1
+        ]
+        _broadcast(differ, self._communicator)
+        # Last: where warnings are errors, no rank may be left in a collective.
+        if self._communicator.rank != 0:
+            return
+        weights = [v.path for v in differ if id(v) in trainable]
+        states = [v.path for v in differ if id(v) not in trainable]
+        if weights:
+            warnings.warn(
+                "Weights differ between ranks when training ends, as if a callback "
+                "had changed them (EarlyStopping with a monitor that differs "
+                f"between ranks?): {weights}. Rank 0's are taken.",
+                stacklevel=2,
+            )
+        if states:
+            warnings.warn(
+                "State that is not trained differs between ranks when training ends, "
+                f"since each rank has seen other examples: {states}. Rank 0's is "
+                "taken. Variables made with `aggregation='mean'` are averaged.",
+                stacklevel=2,
+            )
 
     def _take_rates(self, gathered: Sequence[np.ndarray]) -> None:
         optimizers = inner_optimizers(self.model.optimizer)

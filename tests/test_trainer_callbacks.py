@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_checkpoint_loads_where_distkeras_is_not(tmp_path: Path) -> None:
     assert loaded.stdout.split() == ["Adam", "0.125", "3"]
 
 
+@pytest.mark.filterwarnings("ignore:State that is not trained differs")
 def test_dropout_masks_differ_by_rank_and_repeat(world: Communicator) -> None:
     class Masks(keras.layers.Layer):
         def __init__(self) -> None:
@@ -207,11 +209,45 @@ def test_dropout_masks_differ_by_rank_and_repeat(world: Communicator) -> None:
         layer = Masks()
         model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
         model.compile("sgd", loss="mse")
-        trainer(model).fit(x, y, batch_size=2, shuffle=False, verbose=0)
-        masks.append(layer.seen.numpy().tolist())
+        record = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs, seen=layer.seen: masks.append(
+                seen.numpy().tolist()
+            )
+        )
+        trainer(model).fit(
+            x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[record]
+        )
     assert masks[0] == masks[1]
     everyone = world.allgather_object(tuple(masks[0]))
     assert len(set(everyone)) == world.size
+
+
+@pytest.mark.parametrize("aggregation", ["none", "mean"])
+def test_own_state_of_ranks_is_made_one(world: Communicator, aggregation: str) -> None:
+    class Sum(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.total = self.add_weight(
+                shape=(), initializer="zeros", trainable=False, aggregation=aggregation
+            )
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.total.assign(self.total + keras.ops.sum(x))
+            return x
+
+    inputs = keras.Input((1,))
+    layer = Sum()
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile("sgd", loss="mse")
+    x = np.arange(world.size, dtype="float32")[:, None]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(model).fit(x, x, batch_size=1, shuffle=False, verbose=0)
+    words = ["State that is not trained" in str(w.message) for w in caught]
+    assert any(words) == (aggregation == "none" and world.rank == 0 and world.size > 1)
+    if world.size > 1:
+        expected = 0 if aggregation == "none" else (world.size - 1) / 2
+        assert float(layer.total) == expected
 
 
 def test_moving_statistics_are_equal_in_the_end(world: Communicator) -> None:
