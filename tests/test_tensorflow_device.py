@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import assert_equal_weights
+from equivalence import build
+from equivalence import samples
 
 from distkeras.backends._tensorflow_device import DeviceHandOver
 from distkeras.backends._tensorflow_device import allreduce_on_device
+from distkeras.backends._tensorflow_exchange import TensorFlowExchange
+from distkeras.backends._tensorflow_step import make_train_function
 from distkeras.communicators import Communicator
+from distkeras.data import shard
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 
@@ -28,10 +35,13 @@ def check(world: Communicator, exchange: GradientExchange, arrays: object) -> No
     counts = [2.0 * r for r in range(world.size)]  # rank 0 has no example
     counts[-1] += world.size == 1
 
+    def on_host(number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        raise AssertionError("no scales here")
+
     @tf.function(autograph=False)
     def step(count: tf.Tensor, *gradients: tf.Tensor) -> list[tf.Tensor]:
         reduced, examples = allreduce_on_device(
-            hand_over, exchange, plan, list(gradients), [0, 1, 2, 3], count
+            hand_over, exchange, plan, list(gradients), [0, 1, 2, 3], count, on_host
         )
         return [examples, *reduced]
 
@@ -54,6 +64,32 @@ def check(world: Communicator, exchange: GradientExchange, arrays: object) -> No
 @pytest.mark.parametrize("bucket_bytes", [100, 2**20])
 def test_host_memory(world: Communicator, bucket_bytes: int) -> None:
     check(world, GradientExchange(world, bucket_bytes=bucket_bytes), np)
+
+
+@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_training_by_hand_over(
+    world: Communicator, jit_compile: bool, accumulation: int | None
+) -> None:
+    """The whole step, on host memory, in the way it takes with NCCL."""
+
+    def adam() -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
+
+    x, y = samples(24 * world.size)
+    single = build(adam, jit_compile=jit_compile)
+    single.fit(x, y, batch_size=4 * world.size, shuffle=False, verbose=0)
+    model = build(adam, jit_compile=jit_compile)
+    model.optimizer.build(model.trainable_variables)
+    exchange = GradientExchange(world)
+    graph = TensorFlowExchange(exchange, DeviceHandOver(exchange, np))
+    data = shard(x, y, communicator=world, batch_size=4, shuffle=False)
+    model._symbolic_build(data_batch=next(iter(data.get_tf_dataset())))
+    model.train_function = make_train_function(model, graph, uneven=False)
+    model.fit(data, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+    assert exchange.counters.exchanges == 6 // (accumulation or 1)
+    exchange.close()
 
 
 @pytest.mark.gpu

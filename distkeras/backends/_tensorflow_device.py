@@ -81,6 +81,7 @@ def allreduce_on_device(
     gradients: list[tf.Tensor],
     present: list[int],
     count: tf.Tensor,
+    on_host: Callable[[int, list[tf.Tensor]], list[tf.Tensor]],
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Returns the mean over all examples of all ranks, and their number.
 
@@ -91,6 +92,7 @@ def allreduce_on_device(
         gradients: dense, one for each index in `present`.
         present: the gradients' places among the plan's.
         count: this rank's examples, a float64 scalar.
+        on_host: exchanges a bucket, by its number, in host memory.
     """
     position = {index: i for i, index in enumerate(present)}
     reduced: list[Any] = list(gradients)
@@ -100,13 +102,16 @@ def allreduce_on_device(
     examples.set_shape(())
     share = tf.math.divide_no_nan(count, examples)
     after: list[Any] = [examples]
-    for bucket in plan.buckets:
-        if bucket.reduction == "max":
-            raise NotImplementedError(
-                "Float8 scales are not exchanged in device memory. Use the host's: "
-                "`DISTKERAS_COMMUNICATOR=mpi`."
-            )
+    for number, bucket in enumerate(plan.buckets):
         where = [position[place.index] for place in bucket.placements]
+        if bucket.reduction == "max":
+            # A few float8 scales: not worth a kernel of their own.
+            with tf.control_dependencies(after):
+                outputs = on_host(number, [gradients[i] for i in where])
+            after = [outputs[0]]
+            for i, output in zip(where, outputs, strict=True):
+                reduced[i] = output
+            continue
         flat = _pack(bucket, [gradients[i] for i in where], share)
         with tf.control_dependencies(after):
             total = tf.py_function(hand_over.sum, [flat], flat.dtype)

@@ -21,6 +21,8 @@ from distkeras.backends._optimizers import accumulating_optimizers
 from distkeras.backends._optimizers import accumulation_steps
 from distkeras.backends._optimizers import gradient_scale
 from distkeras.backends._optimizers import indifferent_to_duplicates
+from distkeras.backends._tensorflow_device import DeviceHandOver
+from distkeras.backends._tensorflow_device import allreduce_on_device
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
@@ -34,14 +36,21 @@ class TensorFlowExchange:
 
     Args:
         exchange: the host's half.
+        hand_over: to a communicator that sums in device memory; made by itself for
+            NCCL's. Then sparse gradients become dense.
 
     Attributes:
         examples: how many examples the gradients that are reduced next average, a
             scalar tensor; None counts every rank alike.
     """
 
-    def __init__(self, exchange: GradientExchange) -> None:
+    def __init__(
+        self, exchange: GradientExchange, hand_over: DeviceHandOver | None = None
+    ) -> None:
         self.exchange = exchange
+        if hand_over is None and exchange.communicator.name == "nccl":
+            hand_over = DeviceHandOver(exchange)
+        self._hand_over = hand_over
         self.examples: tf.Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> TensorFlowExchange:
@@ -76,6 +85,8 @@ class TensorFlowExchange:
             may_be_exhausted: whether a step may come in which no rank has an
                 example left; then nothing is applied.
         """
+        if self._hand_over is not None:
+            gradients = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         present = [i for i, g in enumerate(gradients) if g is not None]
         plan = self._plan(gradients, variables)
         kept = [variables[i] for i in present]
@@ -129,6 +140,16 @@ class TensorFlowExchange:
         merge: bool,
     ) -> tuple[list[Any], tf.Tensor]:
         """Returns the mean over all examples of all ranks, and their number."""
+        if self._hand_over is not None:
+            return allreduce_on_device(
+                self._hand_over,
+                self.exchange,
+                plan,
+                gradients,
+                present,
+                count,
+                lambda number, bucket: self._on_host(plan, number, bucket, count)[1],
+            )
         position = {index: i for i, index in enumerate(present)}
         reduced: list[Any] = list(gradients)
         after: list[tf.Operation | tf.Tensor] = []
@@ -136,16 +157,12 @@ class TensorFlowExchange:
         for number, bucket in enumerate(plan.buckets):
             where = [position[place.index] for place in bucket.placements]
             with tf.control_dependencies(after):
-                examples, *outputs = tf.numpy_function(
-                    _host_call(self.exchange, plan, number),
-                    [count, *(gradients[i] for i in where)],
-                    [tf.float64, *(gradients[i].dtype for i in where)],
+                examples, outputs = self._on_host(
+                    plan, number, [gradients[i] for i in where], count
                 )
             # One order on all ranks, so that messages match without negotiation.
             after = [examples]
-            examples.set_shape(())
             for i, output in zip(where, outputs, strict=True):
-                output.set_shape(gradients[i].shape)
                 reduced[i] = output
         if plan.sparse:
             where = [position[index] for index in plan.sparse]
@@ -156,6 +173,20 @@ class TensorFlowExchange:
             for i, output in zip(where, rows, strict=True):
                 reduced[i] = output
         return reduced, examples
+
+    def _on_host(
+        self, plan: Plan, number: int, gradients: list[tf.Tensor], count: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Exchanges one bucket by a call on the host."""
+        examples, *outputs = tf.numpy_function(
+            _host_call(self.exchange, plan, number),
+            [count, *gradients],
+            [tf.float64, *(gradient.dtype for gradient in gradients)],
+        )
+        examples.set_shape(())
+        for gradient, output in zip(gradients, outputs, strict=True):
+            output.set_shape(gradient.shape)
+        return examples, outputs
 
     def _exchange_rows(
         self, plan: Plan, gradients: list[Any], count: tf.Tensor, merge: bool
