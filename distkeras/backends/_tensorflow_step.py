@@ -16,7 +16,9 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+from distkeras._logging import LOGGER
 from distkeras.backends._optimizers import inner_optimizers
+from distkeras.backends._tensorflow_batch_norm import SynchronizedBatchNorm
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 
 Function = Callable[[Any], Any]
@@ -46,10 +48,17 @@ def make_train_function(
         A function of an iterator, as `keras.Model.make_train_function` sets it. It
         raises `StopIteration` on all ranks after a step in which none had a row.
     """
+    communicator = exchange.exchange.communicator
+    batch_norm = SynchronizedBatchNorm(model, communicator)
     if overrides_train_step(model):
-        step = _whole_step(model, exchange, uneven)
+        step = _whole_step(model, exchange, batch_norm, uneven)
     else:
-        step = _split_step(model, exchange, uneven)
+        step = _split_step(model, exchange, batch_norm, uneven)
+        if batch_norm.layers and model.jit_compile and communicator.rank == 0:
+            LOGGER.warning(
+                "XLA compiles the update alone, not the backward pass: "
+                "BatchNormalization(synchronized=True) talks to other ranks in it"
+            )
     function = _on_iterators(model, step)
 
     def train_function(iterator: Any) -> Any:
@@ -111,7 +120,10 @@ def _half(model: keras.Model, function: Function) -> Function:
 
 
 def _split_step(
-    model: keras.Model, exchange: TensorFlowExchange, uneven: bool
+    model: keras.Model,
+    exchange: TensorFlowExchange,
+    batch_norm: SynchronizedBatchNorm,
+    uneven: bool,
 ) -> Function:
     variables = list(model.trainable_variables)
     optimizer = model.optimizer
@@ -139,6 +151,18 @@ def _split_step(
             logs, _ = _on_dummy(model, backward, data)
         return logs, parts.zeros()
 
+    def synchronized(data: Any, count: tf.Tensor) -> tuple[Any, list[tf.Tensor]]:
+        # Also without rows: the other ranks' layers wait for this one's.
+        with batch_norm.over(count):
+            if not uneven:
+                return backward(data)
+            logs, flat = _on_dummy(
+                model, backward, data, unless=count > 0, batch_norm=batch_norm
+            )
+        if type(model).compute_metrics is plain_compute_metrics:
+            logs = model.get_metrics_result()
+        return logs, flat
+
     compiled_backward = _half(model, backward)
     update = _half(model, lambda gradients: optimizer.apply(gradients, variables))
 
@@ -147,7 +171,9 @@ def _split_step(
 
     def step(data: Any) -> Any:
         count = rows(data)
-        if uneven:
+        if batch_norm.layers:
+            logs, flat = synchronized(data, count)
+        elif uneven:
             logs, flat = tf.cond(
                 count > 0, lambda: compiled_backward(data), lambda: nothing(data)
             )
@@ -222,17 +248,27 @@ class _Parts:
 
 
 def _whole_step(
-    model: keras.Model, exchange: TensorFlowExchange, uneven: bool
+    model: keras.Model,
+    exchange: TensorFlowExchange,
+    batch_norm: SynchronizedBatchNorm,
+    uneven: bool,
 ) -> Function:
     def step(data: Any) -> Any:
         count = rows(data)
         with (
             exchange.counting(count),
             exchanging(find_optimizers(model), exchange, may_be_exhausted=uneven),
+            batch_norm.over(count),
         ):
-            if uneven:
-                return _on_dummy(model, model.train_step, data, unless=count > 0)
-            return model.train_step(data)
+            if not uneven:
+                return model.train_step(data)
+            return _on_dummy(
+                model,
+                model.train_step,
+                data,
+                unless=count > 0,
+                batch_norm=batch_norm,
+            )
 
     return step
 
@@ -292,7 +328,11 @@ def exchanging(
 
 
 def _on_dummy(
-    model: keras.Model, function: Function, data: Any, unless: Any = False
+    model: keras.Model,
+    function: Function,
+    data: Any,
+    unless: Any = False,
+    batch_norm: SynchronizedBatchNorm | None = None,
 ) -> Any:
     """Runs `function` on one row of zeros and takes back what that did to the state.
 
@@ -301,12 +341,16 @@ def _on_dummy(
         function: of a batch.
         data: a batch that may have no rows; one that has is passed on as it is.
         unless: true where `data` has rows: then the state is kept.
+        batch_norm: its statistics are kept where any rank has rows.
     """
     state = [*model.metrics_variables, *model.non_trainable_variables]
     before = [tf.identity(v.value) for v in state]
     result = function(keras.tree.map_structure(_at_least_one_row, data))
     for variable, old in zip(state, before, strict=True):
-        variable.assign(tf.where(unless, variable.value, old))
+        keep = unless
+        if batch_norm is not None and batch_norm.owns(variable):
+            keep = batch_norm.has_examples
+        variable.assign(tf.where(keep, variable.value, old))
     return result
 
 
