@@ -10,6 +10,7 @@ import keras
 
 from distkeras import communicators
 from distkeras._version import __version__
+from distkeras.backends import synchronized_layers
 from distkeras.communicators import Communicator
 
 
@@ -45,6 +46,7 @@ def decisions(
         "communicator": communicators.describe(),
         "backend": f"Keras {keras.__version__}, {keras.backend.backend()}, "
         + ("step compiled by XLA" if jit_compile and split else "step not compiled"),
+        **_batch_norm(model),
         "data": data.description,
         "batch": f"{batch} a rank, {batch * size} global" if batch else "as dealt",
         "learning rate": f"{rate} ({rule})" if rate else "left as it is",
@@ -54,6 +56,13 @@ def decisions(
     }
     title = f"distkeras {__version__}"
     return "\n".join([title, *(f"  {k:<14}{v}" for k, v in lines.items())])
+
+
+def _batch_norm(model: keras.Model) -> dict[str, str]:
+    count = len(synchronized_layers(model))
+    if not count:
+        return {}
+    return {"batch norm": f"{count} synchronised; the backward pass is not compiled"}
 
 
 def _itemsize(dtype: str) -> int:
