@@ -109,6 +109,21 @@ def _asked_for_results(
 
 
 @contextlib.contextmanager
+def plain_metrics(model: keras.Model) -> Iterator[None]:
+    """Leaves results to Keras while inside, within `exact_metrics`."""
+    name = "_get_metrics_result_or_logs"
+    ours = vars(model).get(name)
+    if ours is None:
+        yield
+        return
+    object.__delattr__(model, name)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, name, ours)
+
+
+@contextlib.contextmanager
 def _losses_watched(model: keras.Model, traits: set[str]) -> Iterator[None]:
     """Makes a model's several losses means over examples: private to Keras.
 
@@ -295,7 +310,8 @@ class _Combined:
             if communicator.rank != leader:
                 return None
             results = _plain(self._model.get_metrics_result())
-            extra = sorted(set(logs) - set(results))
+            # As in Keras: metrics answer for a step's logs only if all of them do.
+            extra = sorted(logs) if set(logs) - set(results) else []
             return results, extra, list(logs) or list(results)
 
         # An error in `result()`, of metrics that never saw data, is every rank's.

@@ -18,10 +18,13 @@ from distkeras import backends
 from distkeras._consensus import arrange_callbacks
 from distkeras._learning_rate import warms_up
 from distkeras._metrics import exact_metrics
+from distkeras._metrics import plain_metrics
 from distkeras._optimizer import undistribute
 from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
+from distkeras._replicas import weight_digests
 from distkeras.callbacks._broadcast import BroadcastVariables
+from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.communicators import Communicator
 from distkeras.gradients import GradientExchange
 
@@ -69,6 +72,11 @@ class Session:
         Args:
             data: the sharded training data.
         """
+        if not self._model.compiled:
+            raise ValueError(
+                "Expected a compiled model. Received: one that is not. Call "
+                "`trainer.compile(optimizer=..., loss=...)` before `fit`."
+            )
         if self._model.optimizer is not None:
             undistribute(self._model.optimizer)
         backends.current().build(self._model, data)
@@ -80,6 +88,11 @@ class Session:
             data: the sharded training data; `build` has seen it.
         """
         model = self._model
+        if not model.trainable_variables:
+            raise ValueError(
+                "Expected a model with trainable weights. Received: one in which all "
+                "are frozen; there is nothing to train."
+            )
         backend = backends.current()
         state = _state(model, uneven=data.may_be_empty)
         if self.functions is not None:
@@ -124,16 +137,59 @@ class Session:
             *arrange_callbacks(callbacks, self._communicator, functions.exchange),
             GlobalProgress(self._communicator, shown=bar, steps=data.num_batches),
         ]
-        with self._setting(
-            train_function=functions.train, test_function=functions.test
+        with (
+            self._setting(train_function=functions.train, test_function=functions.test),
+            self._own_evaluations(),
         ):
             yield arranged
+
+    @contextlib.contextmanager
+    def _own_evaluations(self) -> Iterator[None]:
+        """Leaves to Keras what a callback evaluates by the model itself.
+
+        Its data is not sharded, and it may run on one rank alone. `fit` calls the
+        same method for its validation, with a private argument that tells.
+        """
+        model = self._model
+        original = model.evaluate
+        stock: list[Any] = [None]
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("_use_cached_eval_dataset"):
+                return original(*args, **kwargs)
+            ours = model.test_function
+            model.test_function = stock[0]
+            try:
+                with plain_metrics(model):
+                    return original(*args, **kwargs)
+            finally:
+                stock[0] = model.test_function
+                model.test_function = ours
+
+        object.__setattr__(model, "evaluate", evaluate)
+        try:
+            yield
+        finally:
+            object.__delattr__(model, "evaluate")
+
+    def equalise(self, data: Any) -> None:
+        """Gives all ranks rank 0's weights, where they do not hold the same.
+
+        As `fit` does: an unseeded script has another model on every rank.
+
+        Args:
+            data: the sharded data, from which an unbuilt model is built.
+        """
+        backends.current().build(self._model, data)
+        weights = weight_digests(self._model.variables)
+        if len(set(map(tuple, self._communicator.allgather_object(weights)))) > 1:
+            broadcast_variables(self._model.variables, communicator=self._communicator)
 
     @contextlib.contextmanager
     def evaluating(self, data: Any) -> Iterator[None]:
         """While inside, `model.evaluate` gives the results of all ranks' data."""
         backend = backends.current()
-        backend.build(self._model, data)
+        self.equalise(data)
         with self._setting(test_function=backend.test_function(self._model)):
             yield
 
@@ -176,3 +232,25 @@ def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
         [id(variable) for variable in model.trainable_variables],
         more,
     )
+
+
+def described_compilation(model: keras.Model) -> list[str]:
+    """Returns what ranks must have compiled alike, a line for each setting."""
+    if not model.compiled:
+        return ["not compiled"]
+    losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
+    optimizers = backends.current().find_optimizers(model)
+    return [
+        f"jit_compile={model.jit_compile}",
+        f"run_eagerly={model.run_eagerly}",
+        f"steps_per_execution={model.steps_per_execution}",
+        f"loss={[_name(loss) for loss in losses]}",
+        f"optimizers={[_name(optimizer) for optimizer in optimizers]}",
+    ]
+
+
+def _name(thing: Any) -> str:
+    """Returns a name that is the same in every process, without addresses."""
+    if isinstance(thing, str):
+        return thing
+    return getattr(thing, "__name__", type(thing).__name__)

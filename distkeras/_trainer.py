@@ -21,6 +21,7 @@ from distkeras._learning_rate import scale_learning_rate
 from distkeras._learning_rate import scaling_factor
 from distkeras._learning_rate import warm_up_learning_rate
 from distkeras._session import Session
+from distkeras._session import described_compilation
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
@@ -155,7 +156,8 @@ class Trainer:
             sample_weight: weight by sample.
             initial_epoch: number of the first epoch.
             steps_per_epoch: steps, the same on every rank, that make an epoch.
-            validation_steps: batches of the whole validation data to use.
+            validation_steps: validation steps on each rank; all ranks together use
+                so many times N batches of the validation data.
             validation_batch_size: examples a validation step on each rank.
             validation_freq: epochs between validations, or which epochs.
             global_batch_size: examples a step on all ranks together, instead of
@@ -206,6 +208,8 @@ class Trainer:
                 validation_freq=validation_freq,
             )
         self._agree_on(
+            "fit",
+            callbacks,
             epochs=epochs,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
@@ -290,7 +294,7 @@ class Trainer:
             batch_size: examples a step on each rank; 32 by default.
             verbose: as in Keras, for rank 0; other ranks are silent.
             sample_weight: weight by sample.
-            steps: batches of the whole data to use.
+            steps: steps on each rank to take; by default all of the data.
             callbacks: Keras callbacks.
             return_dict: whether to return results by name.
             shard: as for `fit`.
@@ -309,6 +313,9 @@ class Trainer:
                 callbacks=callbacks,
                 return_dict=return_dict,
             )
+        self._agree_on(
+            "evaluate", callbacks, batch_size=batch_size, steps=steps, shard=shard
+        )
         data = self._shard_whole(
             x, y, sample_weight, batch_size=batch_size, steps=steps, shard=shard
         )
@@ -337,7 +344,7 @@ class Trainer:
             x: input data, of any kind that Keras takes.
             batch_size: examples a step on each rank; 32 by default.
             verbose: as in Keras, for rank 0; other ranks are silent.
-            steps: batches of the whole data to use.
+            steps: steps on each rank to take; by default all of the data.
             callbacks: Keras callbacks.
             shard: as for `fit`.
             gather: who gets the result: `"all"` ranks, or `"rank0"` alone.
@@ -354,9 +361,13 @@ class Trainer:
                 steps=steps,
                 callbacks=callbacks,
             )
+        self._agree_on(
+            "predict", callbacks, batch_size=batch_size, steps=steps, shard=shard
+        )
         data = self._shard_whole(
             x, None, None, batch_size=batch_size, steps=steps, shard=shard
         )
+        self._session.equalise(data)
         local = self.model.predict(
             data,
             verbose=self._verbose(verbose),
@@ -387,12 +398,19 @@ class Trainer:
         if self.communicator.rank == 0:
             self.model.summary(*args, **kwargs)
 
-    def _agree_on(self, **options: Any) -> None:
-        agree(
-            self.communicator,
-            "the options of `Trainer.fit`",
-            [f"{name}={value!r}" for name, value in options.items()],
+    def _agree_on(self, call: str, callbacks: Any, **options: Any) -> None:
+        """Raises on every rank unless all make the same call of the same model."""
+        restores = sum(
+            isinstance(callback, keras.callbacks.BackupAndRestore)
+            for callback in keras.tree.flatten(callbacks or [])
         )
+        rows = [
+            f"call={call}",
+            *(f"{name}={value!r}" for name, value in options.items()),
+            f"BackupAndRestore callbacks: {restores}",
+            *described_compilation(self.model),
+        ]
+        agree(self.communicator, f"the call of `Trainer.{call}` and its options", rows)
 
     def _draw_seed(self) -> int:
         # Every rank draws, so that the generators of a seeded script stay alike.

@@ -164,7 +164,12 @@ def _split_step(
         return logs, flat
 
     compiled_backward = _half(model, backward)
-    update = _half(model, lambda gradients: optimizer.apply(gradients, variables))
+
+    def hand_over(gradients: list[Any]) -> None:
+        # Keras' step calls this one, which an optimizer of the user's may override.
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    update = _half(model, hand_over)
 
     def apply(gradients: list[Any], _: Any) -> None:
         update(gradients)

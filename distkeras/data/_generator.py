@@ -44,8 +44,8 @@ class ShardedGenerator(ShardedStream):
         seed: int,
     ) -> None:
         super().__init__(part=part, training=training, seed=seed)
-        if steps and not training:
-            generator = itertools.islice(generator, steps * part.size)
+        # A validation takes so many batches each time, the next one goes on there.
+        self._limit = None if training else steps
         # Looked at in the manner of Keras: the first batches tell types and shapes.
         first = list(itertools.islice(generator, NUM_BATCHES_FOR_TENSOR_SPEC))
         if not first and not part.own:
@@ -61,20 +61,27 @@ class ShardedGenerator(ShardedStream):
                     f"Received: a batch of type {type(batch).__name__}"
                 )
         self._samples = first
-        self._stream = take_turns(
-            itertools.chain(first, generator), part.rank, part.size
-        )
+        self._whole = itertools.chain(first, generator)
+        self._stream = take_turns(self._whole, part.rank, part.size)
 
     def _first_batches(self) -> list[Any]:
         return self._samples or []
 
     def _own_batches(self) -> Iterator[Any]:
-        return self._stream
+        return self._stream if self._limit is None else self._rounds(self._limit)
+
+    def _rounds(self, count: int) -> Iterator[Any]:
+        """This rank's batch of each of the next rounds, which are used up whole."""
+        for _ in range(count):
+            batches = list(itertools.islice(self._whole, self.part.size))
+            if len(batches) <= self.part.rank:
+                return
+            yield batches[self.part.rank]
 
     @property
-    def local_steps(self) -> None:
-        """Not known."""
-        return None
+    def local_steps(self) -> int | None:
+        """Not known in training; in evaluation what it was limited to."""
+        return self._limit
 
     def fingerprint(self) -> list[tuple[str, Any]]:
         """Types and shapes of the first batches."""

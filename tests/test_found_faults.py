@@ -1,0 +1,166 @@
+"""Faults that were found by trying to break training: each failed at two ranks once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from equivalence import FEATURES
+from equivalence import assert_equal_history
+from equivalence import assert_equal_weights
+from equivalence import build
+from equivalence import samples
+from equivalence import trainer
+
+from distkeras.communicators import Communicator
+
+
+def _sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1)
+
+
+def _endless(x: np.ndarray, y: np.ndarray, batch: int) -> Iterator[Any]:
+    while True:
+        for start in range(0, len(x), batch):
+            yield x[start : start + batch], y[start : start + batch]
+
+
+def test_validation_by_an_endless_generator_every_epoch(world: Communicator) -> None:
+    """The second validation reported `val_loss` 0.0.
+
+    All batches are alike: how far Keras reads ahead between epochs varies.
+    """
+    x, y = samples(24)
+    xv, yv = samples(4, seed=1)
+    xv, yv = np.tile(xv, (world.size, 1)), np.tile(yv, world.size)
+    single, model = build(_sgd), build(_sgd)
+    options: dict[str, Any] = {"epochs": 3, "shuffle": False, "verbose": 0}
+    expected = single.fit(
+        x,
+        y,
+        batch_size=4 * world.size,
+        validation_data=_endless(xv, yv, 4 * world.size),
+        validation_steps=3,
+        **options,
+    )
+    history = trainer(model).fit(
+        x,
+        y,
+        batch_size=4,
+        validation_data=_endless(xv, yv, 4),
+        validation_steps=3,
+        **options,
+    )
+    assert_equal_history(history, expected)
+
+
+class OwnLogs(keras.Model):
+    """Returns a loss that no metric keeps, as many published `train_step`s do."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+        variables = [v.value for v in self.trainable_variables]
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "size": keras.ops.shape(x)[0]}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        loss = keras.ops.mean(keras.ops.square(self(x, training=False) - y))
+        return {"loss": loss, "size": keras.ops.shape(x)[0]}
+
+
+@pytest.mark.filterwarnings("ignore:Not exact over ranks")
+def test_loss_that_the_step_returns_and_no_metric_keeps(world: Communicator) -> None:
+    """The loss was 0.0: the state of Keras' own tracker, which nothing had updated."""
+    count = 4 * world.size
+    x, _ = samples(count)
+    y = np.ones((count, 1), "float32")
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    model = OwnLogs(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(optimizer=_sgd(), loss="mse")
+    before = float(np.mean((model(x).numpy() - y) ** 2))
+    run = trainer(model)
+    batch = 4 if world.size > 1 else count
+    result = run.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True)
+    assert result["loss"] == pytest.approx(before, rel=1e-5)
+    history = run.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    assert history.history["loss"] == pytest.approx([before], rel=1e-5)
+
+
+class Tenth(keras.optimizers.SGD):
+    """A user's optimizer that changes gradients where Keras' step hands them over."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        pairs = [(0.1 * g, v) for g, v in grads_and_vars]
+        return super().apply_gradients(pairs)
+
+
+def test_optimizer_that_overrides_apply_gradients(world: Communicator) -> None:
+    """It was not called, and nothing said so."""
+    x, y = samples(24)
+    options: dict[str, Any] = {"epochs": 2, "shuffle": False, "verbose": 0}
+    single, model = build(lambda: Tenth(0.5)), build(lambda: Tenth(0.5))
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    trainer(model).fit(x, y, batch_size=4, **options)
+    assert_equal_weights(model, single)
+
+
+class Count(keras.metrics.Metric):
+    """How many examples were seen."""
+
+    def __init__(self, name: str = "count", **options: Any) -> None:
+        super().__init__(name=name, **options)
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.cast(keras.ops.shape(y_pred)[0], "float32"))
+
+    def result(self) -> Any:
+        return self.total
+
+
+class Evaluates(keras.callbacks.Callback):
+    """A user's callback that evaluates by the model itself."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self._data = x, y
+        self.results: dict[str, Any] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.results = self.model.evaluate(*self._data, verbose=0, return_dict=True)
+
+
+def test_callback_that_evaluates_the_model_itself(world: Communicator) -> None:
+    """The results were those of the data counted once for every rank."""
+    x, y = samples(24)
+    callback = Evaluates(x, y)
+    model = build(_sgd, metrics=[Count()])
+    trainer(model).fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
+    assert callback.results["count"] == 24
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same", "another"])
+def test_predict_and_evaluate_before_fit(world: Communicator, same: bool) -> None:
+    """Results of models that differ by rank were mixed, and nothing said so."""
+    x, _ = samples(6 * world.size)
+    keras.utils.set_random_seed(0 if same else world.rank)
+    inputs = keras.Input((FEATURES,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    expected = world.broadcast_object(model.predict(x, verbose=0))
+    try:
+        result = trainer(model).predict(x, batch_size=4, verbose=0)
+    except ValueError:  # a clear error on all ranks would do, too
+        assert not same
+    else:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
