@@ -230,6 +230,7 @@ def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
         model.run_eagerly,
         model.steps_per_execution,
         [id(variable) for variable in model.trainable_variables],
+        [id(layer) for layer in backends.synchronized_layers(model)],
         more,
     )
 

@@ -23,7 +23,7 @@ from equivalence import trainer
 
 from distkeras.communicators import Communicator
 
-COUNT, BATCH, EPOCHS = 103, 4, 2
+COUNT, BATCH, EPOCHS = 103, 4, 3
 
 
 def momentum() -> keras.optimizers.Optimizer:

@@ -50,6 +50,7 @@ def make_train_function(
     """
     communicator = exchange.exchange.communicator
     batch_norm = SynchronizedBatchNorm(model, communicator)
+    exchange.exchange.also_close(batch_norm.close)
     if overrides_train_step(model):
         step = _whole_step(model, exchange, batch_norm, uneven)
     else:

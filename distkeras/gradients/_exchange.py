@@ -9,6 +9,7 @@ in one call of `GradientExchange.reduce_rows`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import numpy as np
@@ -87,6 +88,7 @@ class GradientExchange:
         self.exhausted = False
         self._stop_requested = False
         self._stop_seen = False
+        self._also_close: list[Callable[[], None]] = []
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._buffers: dict[tuple[int, int], np.ndarray] = {}
 
@@ -288,8 +290,15 @@ class GradientExchange:
         self._stop_requested = False
         return self.examples, bool(flags[_NONFINITE])
 
+    def also_close(self, close: Callable[[], None]) -> None:
+        """Lets `close` be called when this exchange is closed; collective as it is."""
+        self._also_close.append(close)
+
     def close(self) -> None:
-        """Frees the communicator's message space."""
+        """Frees the communicator's message space, and what was made along with it."""
+        for close in self._also_close:
+            close()
+        self._also_close.clear()
         self.communicator.close()
 
     def _read(self, examples: float, stop: bool) -> None:
