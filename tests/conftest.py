@@ -85,8 +85,23 @@ def pytest_configure(config: pytest.Config) -> None:
         manager.register(_OwnFailures(), "own-failures")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that launch processes in processes that were launched."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option by which a job of many ranks runs what depends on them."""
+    parser.addoption(
+        "--of-ranks",
+        action="store_true",
+        help="run the tests that use `world` alone: others give the same at any size",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves out what an option or the launcher makes pointless."""
+    if config.getoption("--of-ranks"):
+        chosen = [i for i in items if "world" in getattr(i, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
+        items[:] = chosen
     if _LAUNCHER is None:
         return
     skip = pytest.mark.skip(reason="starts processes of its own; run without mpiexec")

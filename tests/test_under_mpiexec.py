@@ -28,7 +28,13 @@ def run_tests(
 ) -> Finished:
     """Runs tests on several ranks in one job and checks that some passed."""
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
-    arguments += ["-m", "not launches and not soak", "--rootdir", str(TESTS.parent)]
+    arguments += [
+        "-m",
+        "not launches and not soak",
+        "--of-ranks",
+        "--rootdir",
+        str(TESTS.parent),
+    ]
     arguments += ["-c", str(TESTS.parent / "pyproject.toml")]
     result = launch(
         runtime,
