@@ -103,12 +103,22 @@ def _distributed_class(base: Any) -> type:
             functools.partial(base.apply, self), self, list(grads), list(variables)
         )
 
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        # Keras copies by saving and loading, which gives the stock class back.
+        make, arguments, *_ = self.__reduce__()
+        duplicate = make(*arguments)
+        object.__setattr__(duplicate, _EXCHANGE, getattr(self, _EXCHANGE))
+        object.__setattr__(duplicate, "__class__", type(self))
+        memo[id(self)] = duplicate
+        return duplicate
+
     public = base in _keras_names()
     derived = type(
         base.__name__,
         (base,),
         {
             "apply": apply,
+            "__deepcopy__": __deepcopy__,
             "__doc__": base.__doc__,
             "__module__": "keras.optimizers" if public else base.__module__,
             "__qualname__": base.__qualname__,
