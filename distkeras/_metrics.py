@@ -310,8 +310,11 @@ class _Combined:
             if communicator.rank != leader:
                 return None
             results = _plain(self._model.get_metrics_result())
-            # As in Keras: metrics answer for a step's logs only if all of them do.
-            extra = sorted(logs) if set(logs) - set(results) else []
+            own = set(logs) - set(results)
+            if own and "loss" in logs and _is_unused(self._model._loss_tracker):
+                # Not Keras' loss but one of the step's own, by the same name.
+                own.add("loss")
+            extra = sorted(own)
             return results, extra, list(logs) or list(results)
 
         # An error in `result()`, of metrics that never saw data, is every rank's.
@@ -425,6 +428,11 @@ def _reduce(
         communicator.allreduce(buffer, op)  # type: ignore[arg-type]
         if follows[rank]:
             _assign(members, buffer)
+
+
+def _is_unused(metric: keras.metrics.Metric | None) -> bool:
+    """Returns whether a metric has seen nothing, on any rank."""
+    return metric is None or not any(np.any(_value(v)) for v in metric.variables)
 
 
 def _assign(entries: Sequence[_Entry], buffer: np.ndarray) -> None:
