@@ -27,6 +27,7 @@ from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
+from distkeras.communicators._waiting import Calls
 
 # What Open MPI would print on every window it makes without that setting.
 _QUIET_WINDOWS = ("OMPI_MCA_osc", "^ucx")
@@ -127,19 +128,21 @@ class MPICommunicator(Communicator):
     #: libraries overflow in sums of counts.
     chunk_bytes = 1 << 28
 
-    def __init__(self, comm: Any = None) -> None:
-        """Duplicates `comm`; collective."""
+    def __init__(self, comm: Any = None, *, parent: Calls | None = None) -> None:
+        """Duplicates `comm`; collective. `parent`: the calls on `comm`, if watched."""
         self._mpi = load_mpi()
         self._closed = False
         source = self._mpi.COMM_WORLD if comm is None else comm
         self._comm = source.Dup()
         self._rank = int(self._comm.Get_rank())
         self._size = int(self._comm.Get_size())
+        self._calls = Calls(world_ranks(self._mpi, self._comm), parent)
         self._layout = self._find_layout()
 
     def _find_layout(self) -> _Layout:
         """Asks MPI which ranks share a node's memory, and for their names."""
-        node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self._rank)
+        with self._calls("split"):
+            node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self._rank)
         local_rank, local_size = int(node.Get_rank()), int(node.Get_size())
         node.Free()
         hosts = self.allgather_object(self._mpi.Get_processor_name())
@@ -157,6 +160,11 @@ class MPICommunicator(Communicator):
         """The duplicated `mpi4py.MPI.Intracomm` underneath."""
         check_open(self._closed)
         return self._comm
+
+    @property
+    def calls(self) -> Calls:
+        """What the watchdog knows of the collectives on this communicator."""
+        return self._calls
 
     @property
     def rank(self) -> int:
@@ -207,8 +215,9 @@ class MPICommunicator(Communicator):
             op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
         elif _is_narrow_float(buffer.dtype):
             wire = self._combine_narrow
-        for part in self._chunks(buffer):
-            wire(part, op)
+        with self._calls("allreduce", buffer.nbytes, op):
+            for part in self._chunks(buffer):
+                wire(part, op)
 
     def _combine_narrow(self, part: np.ndarray, op: str) -> None:
         """Combines a chunk that MPI cannot add, through float32."""
@@ -243,7 +252,8 @@ class MPICommunicator(Communicator):
         """
         check_open(self._closed)
         self._check_host(buffer, writable=False)
-        parts = self._allgather_bytes(_as_bytes(buffer))
+        with self._calls("allgather", buffer.nbytes):
+            parts = self._allgather_bytes(_as_bytes(buffer))
         return [part.view(buffer.dtype) for part in parts]
 
     def _allgather_bytes(self, data: np.ndarray) -> list[np.ndarray]:
@@ -275,7 +285,8 @@ class MPICommunicator(Communicator):
         check_open(self._closed)
         check_root(root, self._size)
         self._check_host(buffer, writable=True)
-        self._broadcast_bytes(_as_bytes(buffer), root)
+        with self._calls("broadcast", buffer.nbytes, root):
+            self._broadcast_bytes(_as_bytes(buffer), root)
 
     def _broadcast_bytes(self, data: np.ndarray, root: int) -> None:
         for part in self._chunks(data):
@@ -284,7 +295,8 @@ class MPICommunicator(Communicator):
     def barrier(self) -> None:
         """Returns once every rank has called it."""
         check_open(self._closed)
-        self._comm.Barrier()
+        with self._calls("barrier"):
+            self._comm.Barrier()
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Returns rank `root`'s object; what other ranks pass is ignored.
@@ -303,10 +315,11 @@ class MPICommunicator(Communicator):
         if self._rank == root:
             failed, data, problem = _pickle(obj)
         head = np.array([data.size, failed], np.int64)
-        self._comm.Bcast(head, root=root)
-        if self._rank != root:
-            data = np.empty(int(head[0]), np.uint8)
-        self._broadcast_bytes(data, root)
+        with self._calls("broadcast_object", data.size, root):
+            self._comm.Bcast(head, root=root)
+            if self._rank != root:
+                data = np.empty(int(head[0]), np.uint8)
+            self._broadcast_bytes(data, root)
         if head[1]:
             _raise_unpicklable({root: bytes(data).decode()}, problem)
         return obj if self._rank == root else pickle.loads(data.data)
@@ -323,7 +336,8 @@ class MPICommunicator(Communicator):
         check_open(self._closed)
         failed, data, problem = _pickle(obj)
         flagged = np.concatenate([np.array([failed], np.uint8), data])
-        parts = self._allgather_bytes(flagged)
+        with self._calls("allgather_object", data.size):
+            parts = self._allgather_bytes(flagged)
         failures = {
             rank: bytes(part[1:]).decode() for rank, part in enumerate(parts) if part[0]
         }
@@ -337,7 +351,8 @@ class MPICommunicator(Communicator):
     def duplicate(self) -> MPICommunicator:
         """Returns the same group with a message space of its own; collective."""
         check_open(self._closed)
-        return type(self)(self._comm)
+        with self._calls("duplicate"):
+            return type(self)(self._comm, parent=self._calls)
 
     def abort(self, code: int = 1) -> None:
         """Ends all processes of the job at once with exit code `code`."""
@@ -351,7 +366,9 @@ class MPICommunicator(Communicator):
             return
         self._closed = True
         if not self._mpi.Is_finalized():
-            self._comm.Free()
+            with self._calls("close"):
+                self._comm.Free()
+        self._calls.close()
 
     def _chunks(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Cuts a buffer in views of at most `chunk_bytes`."""
@@ -371,6 +388,15 @@ class MPICommunicator(Communicator):
                 f"Expected a numeric dtype. Received: {buffer.dtype}. Use the verbs "
                 "that end in `_object` for anything else."
             )
+
+
+def world_ranks(mpi: Any, comm: Any) -> list[int]:
+    """Returns the numbers of a communicator's ranks in MPI's world, by rank."""
+    group, everyone = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(range(group.Get_size()), everyone)
+    group.Free()
+    everyone.Free()
+    return [int(rank) for rank in ranks]
 
 
 def _is_narrow_float(dtype: np.dtype) -> bool:
