@@ -230,3 +230,26 @@ def environment(
         if (folder / library).is_file():
             wanted["MPI4PY_LIBMPI"] = str(folder / library)
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+# What a launcher tells its ranks, by which a process knows that it is one. Settings
+# of the user begin alike, and stay.
+_OF_A_JOB = re.compile(
+    r"(OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HYDI?_|MPI_LOCAL"
+    r"|MV2_COMM_WORLD_|SLURM_PROCID$|SLURM_LOCALID$|SLURM_STEP_)"
+)
+
+
+def outside_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without what would make a process a rank of a job.
+
+    A launcher that inherits these variables takes itself for a rank, or fails.
+
+    Args:
+        environ: the environment, of a rank perhaps.
+
+    Example:
+        >>> outside_jobs({"PMI_RANK": "0", "OMPI_MCA_btl": "tcp,self"})
+        {'OMPI_MCA_btl': 'tcp,self'}
+    """
+    return {k: v for k, v in environ.items() if not _OF_A_JOB.match(k)}

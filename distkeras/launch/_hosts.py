@@ -1,0 +1,219 @@
+"""The hosts of a job: as words of the user, from a file, or from a scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence
+from pathlib import Path
+
+from distkeras.launch._mpiexec import LaunchError
+
+# Variables in which MPI launchers and schedulers name a file with hosts.
+_HOSTFILES = {
+    "PBS_NODEFILE": "PBS",
+    "LSB_DJOB_HOSTFILE": "LSF",
+    "PE_HOSTFILE": "Grid Engine",
+    "PRTE_MCA_prte_default_hostfile": "Open MPI's default hostfile",
+    "OMPI_MCA_orte_default_hostfile": "Open MPI's default hostfile",
+    "I_MPI_HYDRA_HOST_FILE": "Intel MPI's default hostfile",
+    "HYDRA_HOST_FILE": "MPICH's default hostfile",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine that runs ranks.
+
+    Attributes:
+        name: by which the launcher reaches it.
+        slots: ranks that it takes; None where nobody has said.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """The hosts that a scheduler or a variable gives to this job.
+
+    Attributes:
+        origin: who gives them, in words for messages.
+        hosts: the machines.
+    """
+
+    origin: str
+    hosts: tuple[Host, ...]
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Reads hosts as `-H` takes them.
+
+    Args:
+        text: names with commas between them, each with `:slots` or without.
+
+    Returns:
+        The hosts, in their order.
+
+    Raises:
+        LaunchError: an entry is empty, or its slots are no number from 1 up.
+
+    Example:
+        >>> parse_hosts("a:4,b")
+        (Host(name='a', slots=4), Host(name='b', slots=None))
+    """
+    return tuple(_host(word.strip(), text) for word in text.split(","))
+
+
+def _host(word: str, text: str) -> Host:
+    match = re.fullmatch(r"([^\s:,]+)(?::([1-9]\d*))?", word)
+    if match is None:
+        raise LaunchError(
+            "expected hosts as name:slots,name:slots with slots from 1 up, for "
+            f"example -H a:4,b:4. Received: {word!r} in {text!r}"
+        )
+    return Host(match[1], int(match[2]) if match[2] else None)
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Reads a file with a host a line, in the way of any MPI or scheduler.
+
+    `a slots=4` (Open MPI), `a:4` (MPICH, Intel MPI), `a 4 queue ...` (Grid Engine,
+    LSF) and `a` are understood; a host that stands there several times has as many
+    slots (PBS). What follows `#` is a comment.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The hosts, each once, in the order of their first lines.
+
+    Raises:
+        LaunchError: the file cannot be read, has no host or a line that is none.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise LaunchError(f"the hostfile cannot be read: {error}") from error
+    slots: dict[str, list[int | None]] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        found = re.fullmatch(r"([^\s:=]+)(?::(\d+))?", words[0])
+        if found is None:
+            raise LaunchError(
+                f"expected a host in line {number} of {path}, as `name slots=4` or "
+                f"`name:4`. Received: {line!r}"
+            )
+        given = found[2]
+        for word in words[1:]:
+            named = re.fullmatch(r"(?:slots=)?(\d+)", word)
+            if named is not None and given is None:
+                given = named[1]
+        slots.setdefault(found[1], []).append(None if given is None else int(given))
+    if not slots:
+        raise LaunchError(f"the hostfile {path} names no host")
+    return tuple(Host(name, _sum(counts)) for name, counts in slots.items())
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    """Adds the slots of a host's lines; a line without a number counts one."""
+    if len(counts) == 1:
+        return counts[0]
+    return sum(1 if count is None else count for count in counts)
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Returns the hosts that the environment gives to this job.
+
+    Args:
+        environ: environment variables; Slurm's, or those that name a hostfile.
+
+    Returns:
+        The allocation; None where there is none, or its file cannot be read.
+
+    Example:
+        >>> slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+        >>> allocation(slurm).hosts
+        (Host(name='n1', slots=4), Host(name='n2', slots=4))
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if nodes:
+        names = expand_nodes(nodes)
+        slots: list[int | None] = list(
+            expand_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+        )
+        slots += [None] * (len(names) - len(slots))
+        job = environ.get("SLURM_JOB_ID", "")
+        return Allocation(
+            f"Slurm job {job}".rstrip(),
+            tuple(map(Host, names, slots)),
+        )
+    for variable, origin in _HOSTFILES.items():
+        if environ.get(variable):
+            try:
+                hosts = read_hostfile(environ[variable])
+            except LaunchError:
+                continue
+            return Allocation(f"{origin} ({variable})", hosts)
+    return None
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Expands Slurm's short form of node names.
+
+    Args:
+        text: such as `SLURM_JOB_NODELIST` holds.
+
+    Returns:
+        The names.
+
+    Example:
+        >>> expand_nodes("gpu[08-10,12],login")
+        ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
+    """
+    names = []
+    # Commas within brackets belong to a name.
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        names += _expand_node(word)
+    return names
+
+
+def _expand_node(word: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", word)
+    if match is None:
+        return [word]
+    head, ranges, tail = match.groups()
+    numbers = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            numbers.append(str(number).zfill(len(first)))
+    return [
+        f"{head}{number}{rest}" for number in numbers for rest in _expand_node(tail)
+    ]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expands Slurm's short form of a number for each node.
+
+    Args:
+        text: such as `SLURM_TASKS_PER_NODE` holds.
+
+    Returns:
+        The numbers; empty if `text` is no such list.
+
+    Example:
+        >>> expand_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
