@@ -46,6 +46,12 @@ from distkeras.communicators import collectively
 
 _REDUCTIONS = ("sum", "mean", "min", "max", "product", "first")
 _BY_AGGREGATION = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+_NO_DATA = (
+    "Expected examples to compute the logs of an epoch or an evaluation from. "
+    "Received: none, on any rank. Zeros would pass for the best results so far. A "
+    "generator can be gone through only once: pass a keras.utils.PyDataset or a "
+    "tf.data.Dataset, or fewer epochs. The model keeps its weights."
+)
 _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -68,7 +74,8 @@ def exact_metrics(
             that are logged but kept by no metric. By default ranks weigh alike.
 
     Raises:
-        ValueError: if a metric's `distributed_reduction` has no meaning.
+        ValueError: if a metric's `distributed_reduction` has no meaning, or, on every
+            rank, when results are due of no data.
         MismatchError: on every rank, when results are due, if ranks that saw data
             hold different metrics.
 
@@ -309,17 +316,23 @@ class _Combined:
         def results_of_metrics() -> tuple[dict[str, Any], list[str], list[str]] | None:
             if communicator.rank != leader:
                 return None
+            if not any(has for *_, has in held):
+                return {}, [], []
             results = _plain(self._model.get_metrics_result())
             own = set(logs) - set(results)
             if own and "loss" in logs and _is_unused(self._model._loss_tracker):
                 # Not Keras' loss but one of the step's own, by the same name.
                 own.add("loss")
+            elif "loss" in results and _is_unused(self._model._loss_tracker):
+                results = {}
             extra = sorted(own)
             return results, extra, list(logs) or list(results)
 
         # An error in `result()`, of metrics that never saw data, is every rank's.
         mine = collectively(communicator, results_of_metrics)
         results, extra, wanted = communicator.broadcast_object(mine, leader)
+        if not results and not extra:
+            raise ValueError(_NO_DATA)
         if extra:
             results.update(self._averages(extra, logs))
         self._warn(extra, entries)

@@ -243,6 +243,14 @@ class Trainer:
             training=True,
             shard=shard,
         )
+        if data.single_pass and steps_per_epoch is None and epochs > initial_epoch + 1:
+            raise ValueError(
+                "Expected `steps_per_epoch` with a generator and several epochs: it "
+                "cannot be started again, and would all be used up in the first. "
+                f"Received: epochs={epochs}, initial_epoch={initial_epoch}, "
+                "steps_per_epoch=None. Or pass a keras.utils.PyDataset or a "
+                "tf.data.Dataset."
+            )
         validation = None
         if validation_data is not None:
             validation = self._shard_whole(

@@ -57,6 +57,48 @@ def test_validation_by_an_endless_generator_every_epoch(world: Communicator) -> 
     assert_equal_history(history, expected)
 
 
+@pytest.mark.parametrize("own_step", [False, True])
+def test_generator_of_fewer_epochs(world: Communicator, own_step: bool) -> None:
+    """The epochs after its end logged a loss of 0.0."""
+    if world.size == 1:
+        pytest.skip("at one rank the generator is Keras' affair")
+    x, y = samples(8 * world.size)
+
+    def batches() -> Iterator[Any]:
+        return ((x[i : i + 4], y[i : i + 4]) for i in range(0, 8 * world.size, 4))
+
+    run = trainer(build(_sgd, own_step=own_step))
+    with pytest.raises(ValueError, match="`steps_per_epoch` with a generator"):
+        run.fit(batches(), epochs=2, verbose=0)
+    history = keras.callbacks.History()
+    with (
+        pytest.warns(UserWarning, match="ran out of data"),
+        pytest.raises(ValueError, match="Received: none, on any rank"),
+    ):
+        run.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0, callbacks=[history])
+    assert len(history.history["loss"]) == 1
+
+
+def test_validation_by_a_generator_of_one_epoch(world: Communicator) -> None:
+    """The second validation logged a `val_loss` of 0.0."""
+    if world.size == 1:
+        pytest.skip("at one rank the generator is Keras' affair")
+    x, y = samples(8)
+    run = trainer(build(_sgd))
+    with (
+        pytest.warns(UserWarning, match="ran out of data"),
+        pytest.raises(ValueError, match="Received: none, on any rank"),
+    ):
+        run.fit(
+            x,
+            y,
+            batch_size=4,
+            epochs=2,
+            verbose=0,
+            validation_data=((x[:4], y[:4]) for _ in range(3)),
+        )
+
+
 class OwnLogs(keras.Model):
     """Returns a loss that no metric keeps, as many published `train_step`s do."""
 

@@ -110,6 +110,19 @@ def test_reduce_is_the_mean_over_examples(
     exchange.close()
 
 
+def test_mean_is_rounded_once(world: Communicator) -> None:
+    """Sums of whole numbers are exact: what is left is the rounding of a division."""
+    exchange = GradientExchange(world)
+    plan = exchange.plan((1,), [Gradient("v", (997,), "float32")])
+    every = [np.arange(997) * (r + 1) for r in range(world.size)]
+    counts = [3 * r + 7 for r in range(world.size)]
+    mine = every[world.rank].astype("float32")
+    (result,) = exchange.reduce(plan, 0, counts[world.rank], [mine])
+    total = sum(n * g for n, g in zip(counts, every, strict=True))
+    np.testing.assert_array_equal(result, (total / sum(counts)).astype("float32"))
+    exchange.close()
+
+
 def test_many_gradients_share_one_collective(world: Communicator) -> None:
     exchange = GradientExchange(world)
     plan = exchange.plan((1,), [Gradient(f"v{i}", (9,), "float32") for i in range(60)])

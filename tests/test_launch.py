@@ -529,7 +529,8 @@ def alive(pid: int) -> bool:
         return (
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         )
-    except FileNotFoundError:
+    # The second: it ended between the opening of the file and the reading.
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -150,6 +150,11 @@ class ShardedData(DataAdapter):
         return None
 
     @property
+    def single_pass(self) -> bool:
+        """Whether the data cannot be gone through again."""
+        return False
+
+    @property
     def num_examples(self) -> int | None:
         """Examples of all ranks together, or None if it is not known."""
         return self._examples

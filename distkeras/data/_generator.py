@@ -83,6 +83,11 @@ class ShardedGenerator(ShardedStream):
         """Not known in training; in evaluation what it was limited to."""
         return self._limit
 
+    @property
+    def single_pass(self) -> bool:
+        """A generator cannot be started again."""
+        return True
+
     def fingerprint(self) -> list[tuple[str, Any]]:
         """Types and shapes of the first batches."""
         return self._fingerprint_of_types()

@@ -168,8 +168,7 @@ class GradientExchange:
             self._pack_mean(bucket, buffer, examples, arrays)
             self._allreduce(buffer, "sum")
             self._read(float(header[_EXAMPLES]), bool(header[_STOP]))
-            body = buffer[header.size :]
-            body *= 1 / self.examples if self.examples else 0.0
+            self._divide(buffer[header.size :])
         if number == len(plan.buckets) - 1 and not plan.sparse:
             self._finish()
         return [
@@ -208,9 +207,8 @@ class GradientExchange:
         else:
             heads, result = self._allgather_rows(examples, mine, kinds)
             self._read_heads(heads)
-        scale = 1 / self.examples if self.examples else 0.0
         for piece in result:
-            np.multiply(piece.values, scale, out=piece.values)
+            self._divide(piece.values)
         self._finish()
         return result
 
@@ -300,6 +298,14 @@ class GradientExchange:
             close()
         self._also_close.clear()
         self.communicator.close()
+
+    def _divide(self, sums: np.ndarray) -> None:
+        """Makes Σ n·g the mean, in place; zeros where no rank had an example."""
+        # Not times the reciprocal, which would round twice.
+        if self.examples:
+            np.divide(sums, sums.dtype.type(self.examples), out=sums)
+        else:
+            sums[...] = 0
 
     def _read(self, examples: float, stop: bool) -> None:
         self.examples = examples
