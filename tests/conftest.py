@@ -34,6 +34,7 @@ _MARKERS = (
     "launches: starts processes of its own; runs only without a launcher",
     "gpu: needs a GPU, CuPy and NCCL; skipped with the reason where they are missing",
     "soak: runs for minutes; left out by default",
+    "dealt: traces models; a run of everything deals them to 2 and 3 ranks, see _deal",
     "tensorflow: needs the TensorFlow backend",
 )
 
@@ -86,11 +87,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option by which a job of many ranks runs what depends on them."""
+    """Adds the options that choose tests by what they have to do with ranks."""
     parser.addoption(
         "--of-ranks",
         action="store_true",
         help="run the tests that use `world` alone: others give the same at any size",
+    )
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run the tests marked `dealt` at whatever size, all of them",
     )
 
 
@@ -102,12 +108,38 @@ def pytest_collection_modifyitems(
         chosen = [i for i in items if "world" in getattr(i, "fixturenames", ())]
         config.hook.pytest_deselected(items=[i for i in items if i not in chosen])
         items[:] = chosen
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if (everything or config.getoption("--of-ranks")) and not config.option.whole:
+        left = _deal(items, 1 if _LAUNCHER is None else _LAUNCHER.size or 1)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     if _LAUNCHER is None:
         return
     skip = pytest.mark.skip(reason="starts processes of its own; run without mpiexec")
     for item in items:
         if item.get_closest_marker("launches") is not None:
             item.add_marker(skip)
+
+
+def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """Returns which tests a run of everything leaves to other numbers of ranks.
+
+    Those that are marked `dealt` train models for seconds at every number of ranks:
+    each runs at 2 or at 3, and one in six at 1, where a `Trainer` is Keras' own
+    `fit`. Thue and Morse's sequence keeps the choice from going along with any
+    parameter. `--whole` runs all of them, and so does naming the file.
+    """
+    left = []
+    marked = [item for item in items if item.get_closest_marker("dealt") is not None]
+    of_ranks = (item for item in marked if "world" in getattr(item, "fixturenames", ()))
+    for number, item in enumerate(of_ranks):
+        if size == 1:
+            runs = number % 6 == 0
+        else:
+            runs = size > 3 or number.bit_count() % 2 == size % 2
+        if not runs:
+            left.append(item)
+    return left
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -18,7 +18,10 @@ from equivalence import trainer
 from distkeras.backends._tensorflow_batch_norm import SynchronizedBatchNorm
 from distkeras.communicators import Communicator
 
-pytestmark = pytest.mark.tensorflow
+pytestmark = [
+    pytest.mark.tensorflow,
+    pytest.mark.dealt,
+]
 
 CHANNELS = 3
 

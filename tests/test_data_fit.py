@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from distkeras import data
 
+pytestmark = pytest.mark.dealt
+
 
 class Alone:
     """The communicator of one process, as far as sharding needs it."""

@@ -23,6 +23,8 @@ from equivalence import trainer
 
 from distkeras.communicators import Communicator
 
+pytestmark = pytest.mark.dealt
+
 COUNT, BATCH, EPOCHS = 103, 4, 3
 
 

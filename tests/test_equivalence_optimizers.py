@@ -21,6 +21,8 @@ from equivalence import trainer
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
 
+pytestmark = pytest.mark.dealt
+
 optimizers = keras.optimizers
 schedules = keras.optimizers.schedules
 

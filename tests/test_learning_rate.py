@@ -19,7 +19,10 @@ from distkeras._learning_rate import warm_up_learning_rate
 SIZES = (1, 2, 3, 4)
 
 # Keras 3.15 itself calls np.array on a variable, which NumPy 2.4 warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.dealt,
+]
 
 
 @keras.saving.register_keras_serializable("tests")

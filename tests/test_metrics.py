@@ -10,7 +10,10 @@ from distkeras._errors import MismatchError
 from distkeras._metrics import exact_metrics
 
 # Keras 3.15 itself calls np.array on a variable, which NumPy 2.4 warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),
+    pytest.mark.dealt,
+]
 
 SAMPLES = 101
 

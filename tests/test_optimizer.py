@@ -20,6 +20,8 @@ from distkeras.backends import inner_optimizers
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
 
+pytestmark = pytest.mark.dealt
+
 Optimizer = keras.optimizers.Optimizer
 
 KINDS = {

@@ -23,6 +23,8 @@ from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Rows
 
+pytestmark = pytest.mark.dealt
+
 optimizers = keras.optimizers
 VOCABULARY, WIDTH = 7, 3
 

@@ -19,6 +19,8 @@ from distkeras.data import shard
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 
+pytestmark = pytest.mark.dealt
+
 SHAPES = [(3,), (2, 5), (), (7, 3)]
 
 

@@ -19,6 +19,8 @@ from equivalence import trainer
 import distkeras
 from distkeras.communicators import Communicator
 
+pytestmark = pytest.mark.dealt
+
 OPTIMIZERS = {
     "sgd_momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     # At 0.01 a rounding error near a zero gradient grew to 1.007e-5 at 3 ranks.

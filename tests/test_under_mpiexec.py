@@ -24,7 +24,11 @@ ON_MPICH = ("test_communicators.py", "test_collectives.py", "test_world.py")
 
 
 def run_tests(
-    runtime: Runtime, ranks: int, paths: tuple[str, ...], *, timeout: float
+    runtime: Runtime,
+    ranks: int,
+    paths: tuple[str, ...],
+    *options: str,
+    timeout: float,
 ) -> Finished:
     """Runs tests on several ranks in one job and checks that some passed."""
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
@@ -39,7 +43,7 @@ def run_tests(
     result = launch(
         runtime,
         ranks,
-        [*arguments, *(str(TESTS / path) for path in paths)],
+        [*arguments, *options, *(str(TESTS / path) for path in paths)],
         timeout=timeout,
     )
     assert result.code == 0, result.tail
@@ -52,6 +56,14 @@ def run_tests(
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_all_on_open_mpi(ranks: int) -> None:
     run_tests(open_mpi(), ranks, ("",), timeout=1800)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_whole_on_open_mpi(ranks: int) -> None:
+    """Those too that a run of everything deals to other numbers of ranks."""
+    run_tests(open_mpi(), ranks, ("",), "--whole", timeout=3600)
 
 
 @pytest.mark.timeout(400)
