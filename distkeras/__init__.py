@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from distkeras._errors import CommunicatorError as CommunicatorError
     from distkeras._errors import DistkerasError as DistkerasError
     from distkeras._errors import MismatchError as MismatchError
+    from distkeras._errors import RankError as RankError
     from distkeras._errors import ReplicaDriftError as ReplicaDriftError
     from distkeras._optimizer import DistributedOptimizer as DistributedOptimizer
     from distkeras._saving import load_model as load_model
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
     from distkeras.communicators import local_size as local_size
     from distkeras.communicators import rank as rank
     from distkeras.communicators import size as size
+    from distkeras.launch._function import run as run
 
 _LOCATIONS = {
     "CommunicatorError": "distkeras._errors",
     "DistkerasError": "distkeras._errors",
     "MismatchError": "distkeras._errors",
+    "RankError": "distkeras._errors",
     "ReplicaDriftError": "distkeras._errors",
     "DistributedOptimizer": "distkeras._optimizer",
     "Trainer": "distkeras._trainer",
@@ -50,6 +53,7 @@ _LOCATIONS = {
     "local_rank": "distkeras.communicators",
     "local_size": "distkeras.communicators",
     "rank": "distkeras.communicators",
+    "run": "distkeras.launch._function",
     "size": "distkeras.communicators",
 }
 _SUBPACKAGES = ("callbacks", "recipes")

@@ -15,3 +15,10 @@ class MismatchError(DistkerasError, ValueError):
 
 class ReplicaDriftError(DistkerasError, RuntimeError):
     """Gradients were not exchanged, or replicas no longer hold equal weights."""
+
+
+class RankError(DistkerasError, RuntimeError):
+    """A rank that `distkeras.run` started failed, by other means than an exception.
+
+    Or by an exception that cannot be raised here as itself: then its text says which.
+    """

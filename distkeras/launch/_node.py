@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -74,3 +75,30 @@ def _count_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
     return len(re.findall(r"^GPU \d+:", listing.stdout, re.MULTILINE))
+
+
+def opened_gpus() -> list[int]:
+    """Returns the GPUs on which this process has opened a CUDA context.
+
+    By the driver, whichever framework opened it; nothing is opened by asking. The
+    numbers are those of the visible GPUs.
+    """
+    try:
+        if "/libcuda.so" not in Path("/proc/self/maps").read_text():
+            return []
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)):  # not started
+        return []
+    opened = []
+    for number in range(count.value):
+        device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        failed = driver.cuDeviceGet(ctypes.byref(device), number)
+        failed = failed or driver.cuDevicePrimaryCtxGetState(
+            device, ctypes.byref(flags), ctypes.byref(active)
+        )
+        if not failed and active.value:
+            opened.append(number)
+    return opened

@@ -20,6 +20,84 @@ _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Open MPI writes "[1,3]<stdout>: text" (job, rank), others "[3] text".
 _OPEN_MPI_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>: ?")
+_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<(?:stdout|stderr)>:)? ?")
+
+
+def start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    piped: bool = False,
+    stdin: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a launcher, which ends when this process dies.
+
+    Args:
+        command: the words of the command.
+        environ: the whole environment.
+        piped: whether its output comes by pipes; else it goes where ours goes.
+        stdin: as `subprocess.Popen` takes it.
+
+    Returns:
+        The process, in a session of its own: Ctrl-C in a terminal reaches this
+        process alone, and the child hears of it once.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def die_with_parent() -> None:
+        if prctl is not None:  # Linux
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    pipe = subprocess.PIPE if piped else None
+    return subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=stdin,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def end(process: subprocess.Popen[bytes], *, grace: float = 5.0) -> None:
+    """Ends a launcher, which ends its ranks; kills it if that takes too long.
+
+    Args:
+        process: one that `start` started.
+        grace: seconds.
+    """
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(grace)
+    except BaseException as error:  # a second Ctrl-C is in a hurry
+        _kill_group(process)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+
+
+def split_tag(line: bytes) -> tuple[int | None, bytes]:
+    r"""Takes the rank from the beginning of a line of tagged output.
+
+    Args:
+        line: as a launcher writes it.
+
+    Returns:
+        The rank, or None for what the launcher says itself; the rest of the line.
+
+    Example:
+        >>> split_tag(b"[1,0]<stderr>: text\n"), split_tag(b"[3] text\n")
+        ((0, b'text\n'), (3, b'text\n'))
+    """
+    match = _TAG.match(line)
+    return (int(match[1]), line[match.end() :]) if match else (None, line)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(
@@ -46,23 +124,7 @@ def run(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-
-    def die_with_parent() -> None:
-        if prctl is not None:  # Linux
-            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    pipe = subprocess.PIPE if tagged else None
-    # A session of its own: Ctrl-C in a terminal reaches this process alone, and
-    # the child hears of it once.
-    process = subprocess.Popen(
-        command,
-        env=dict(environ),
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
+    process = start(command, environ, piped=tagged)
     with _passing_signals_to(process, grace) as received:
         pumps = [
             threading.Thread(target=_pump, args=(source, sink))
@@ -90,8 +152,7 @@ def _passing_signals_to(
     received: list[int] = []
 
     def kill_group(*_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
 
     def hand_on(number: int, _: FrameType | None) -> None:
         received.append(number)

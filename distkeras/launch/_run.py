@@ -24,6 +24,10 @@ exit code: that of the first rank that failed; 2 if the ranks could not be start
 """
 
 
+WORKER = (sys.executable, "-m", "distkeras.launch._worker")
+"""What each rank executes, before `script args...` or `-m module args...`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Words:
     """The words after `distkeras run`, sorted by whom they are for."""
@@ -54,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
             f"{shlex.join(argv) or 'nothing'}. For example: distkeras run -n 2 train.py"
         )
     mpiexec = _mpiexec.find(options.mpiexec)
-    n = _default_size() if options.n == "auto" else int(options.n)
+    n = default_size() if options.n == "auto" else int(options.n)
     command = _mpiexec.command(
         mpiexec,
-        [sys.executable, "-m", "distkeras.launch._worker", *words.program],
+        [*WORKER, *words.program],
         n=n,
         tag=options.tag,
         extra=[*shlex.split(options.mpi_args), *words.mpiexec],
@@ -156,8 +160,8 @@ def _sort(argv: Sequence[str], actions: Sequence[argparse.Action]) -> _Words:
     return _Words(ours, mpiexec, [])
 
 
-def _default_size() -> int:
-    """Returns one rank a GPU, or where there is none, one a core."""
+def default_size() -> int:
+    """Returns one rank a GPU, or where there is none, one a core; says so."""
     gpus = len(_node.visible_gpus(os.environ))
     size = gpus or _node.usable_cores()
     what = "GPUs" if gpus else "physical cores"
