@@ -3,6 +3,15 @@
 INTERRUPTED = 130
 """The exit code that a shell reports for a program that Ctrl-C ended."""
 
+LEFT = 121
+"""The exit code when a rank has ended its script while others wait for it."""
+
+OUT_OF_STEP = 122
+"""The exit code when ranks wait for each other in different collectives."""
+
+STALLED = 124
+"""The exit code when ranks have waited longer than `timeout` (as of `timeout`(1))."""
+
 LAST_WORDS = 0.5
 """Seconds between the last output and the end of the job.
 

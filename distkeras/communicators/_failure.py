@@ -53,7 +53,7 @@ def install(communicator: Communicator) -> bool:
         is left alone.
     """
     global _watch
-    if communicator.size == 1 or _watch is not None or _interactive():
+    if communicator.size == 1 or _watch is not None or is_interactive():
         return False
     _watch = _Watch(communicator, sys.excepthook, sys.exit, os.getpid())
     sys.excepthook = _excepthook
@@ -75,7 +75,8 @@ def uninstall() -> None:
         sys.exit = watch.exit
 
 
-def _interactive() -> bool:
+def is_interactive() -> bool:
+    """Whether somebody types at this process."""
     return hasattr(builtins, "get_ipython") or hasattr(sys, "ps1")
 
 
@@ -96,13 +97,13 @@ def _excepthook(
     prefix = f"[rank {rank}] "
     try:
         if issubclass(kind, KeyboardInterrupt):
-            _write(f"{prefix}interrupted")
+            write(f"{prefix}interrupted")
         elif watch.hook is sys.__excepthook__:
             text = "".join(traceback.format_exception(kind, error, trace))
-            _write("".join(prefix + line for line in text.splitlines(keepends=True)))
+            write("".join(prefix + line for line in text.splitlines(keepends=True)))
         else:
             host = watch.communicator.hosts[rank]
-            _write(f"{prefix}uncaught exception on rank {rank} of {size}, {host}:")
+            write(f"{prefix}uncaught exception on rank {rank} of {size}, {host}:")
             watch.hook(kind, error, trace)
     finally:
         code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
@@ -114,7 +115,7 @@ def _abort(watch: _Watch, code: int) -> None:
     watch.communicator.abort(code)
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Writes in one piece: several ranks share the terminal."""
     sys.stdout.flush()
     sys.stderr.write(text.rstrip("\n") + "\n")
@@ -143,5 +144,5 @@ class _Exit(SystemExit):
         else:  # Python would print it after this object is gone
             code, text = 1, str(self.code)
         if code:
-            _write(f"[rank {watch.communicator.rank}] {text}")
+            write(f"[rank {watch.communicator.rank}] {text}")
             _abort(watch, code)

@@ -12,6 +12,7 @@ from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.communicators import _device
 from distkeras.communicators import _failure
+from distkeras.communicators import _watchdog
 from distkeras.communicators._agreement import agree
 from distkeras.communicators._agreement import collectively
 from distkeras.communicators._agreement import name_ranks
@@ -37,21 +38,28 @@ _lock = threading.RLock()
 _world: _World | None = None
 
 
-def init(communicator: str | None = None) -> Communicator:
+def init(
+    communicator: str | None = None, *, timeout: float | None = None
+) -> Communicator:
     """Makes the world communicator, if it does not exist yet.
 
     Calling it is optional: the first use of anything that needs to know the rank
     does. Call it yourself to choose the communicator, or before TensorFlow opens
     its GPUs in a script that does so early.
 
-    With more than one process it also gives each process its GPU, and makes an
-    uncaught exception on one rank end the whole job.
+    With more than one process it also gives each process its GPU, makes an uncaught
+    exception on one rank end the whole job, and watches that no rank waits for ever.
 
     Args:
         communicator: "single", "mpi" or "nccl". By default what the environment
             variable `DISTKERAS_COMMUNICATOR` says, else what fits: `nccl` if
             the job has several processes and every one of them can use its
             GPU by CuPy and NCCL, `mpi` if it has several, `single` otherwise.
+        timeout: seconds that a rank may wait for others in a collective, before the
+            job is ended with a report of where each rank stands; 0 for no limit. By
+            default what the environment variable `DISTKERAS_TIMEOUT` says, else 600.
+            Ranks that have left, or are in another collective, are noticed within
+            seconds in any case. A later call may change it.
 
     Returns:
         The world communicator, the same object at every call.
@@ -70,8 +78,11 @@ def init(communicator: str | None = None) -> Communicator:
     with _lock:
         if communicator is not None:
             _check_word(communicator, "the argument of init")
+        if timeout is not None or _world is None:
+            seconds = _watchdog.read_timeout(timeout)
+            _watchdog.set_timeout(seconds)
         if _world is None:
-            _world = _create(communicator)
+            _world = _create(communicator, seconds)
         elif communicator not in (None, _world.communicator.name):
             raise CommunicatorError(
                 f"Expected one choice of communicator, it is "
@@ -119,6 +130,7 @@ def shutdown() -> None:
     with _lock:
         current, _world = _world, None
         if current is not None:
+            _watchdog.shut_down()
             _failure.uninstall()
             _device.release_device()
             current.communicator.close()
@@ -131,7 +143,7 @@ def _check_word(word: str, origin: str) -> None:
         )
 
 
-def _create(argument: str | None) -> _World:
+def _create(argument: str | None, timeout: float) -> _World:
     """Chooses and makes the world communicator."""
     word, origin = argument, "the argument of init"
     if word is None:
@@ -141,7 +153,7 @@ def _create(argument: str | None) -> _World:
     launcher = discover(os.environ)
     if launcher is None or launcher.size == 1:
         return _create_alone(word, origin, launcher)
-    return _create_together(word, origin, launcher)
+    return _create_together(word, origin, launcher, timeout)
 
 
 def _create_alone(word: str | None, origin: str, launcher: Launcher | None) -> _World:
@@ -167,11 +179,14 @@ def _create_alone(word: str | None, origin: str, launcher: Launcher | None) -> _
     return _World(nccl, _line(nccl, nccl.library, f"{origin}={word}"))
 
 
-def _create_together(word: str | None, origin: str, launcher: Launcher) -> _World:
+def _create_together(
+    word: str | None, origin: str, launcher: Launcher, timeout: float
+) -> _World:
     """Makes the world of one of several processes; collective."""
     host = MPICommunicator()
     _check_size(launcher, host)
     _failure.install(host)
+    _watchdog.start(host, timeout)
     agree(host, "the choice of communicator", [f"{VARIABLE}={word or '(automatic)'}"])
     device = _pin(host)
     if word is not None:
@@ -211,6 +226,7 @@ def _pin(host: Communicator) -> str:
 def _separate(host: Communicator, origin: str) -> _World:
     """Makes a world of one for each process, as its user insists on."""
     count, first = host.size, host.rank == 0
+    _watchdog.shut_down()
     _failure.uninstall()
     host.close()
     if first:

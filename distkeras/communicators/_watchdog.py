@@ -1,0 +1,575 @@
+"""No rank waits for ever: the watchdog of a job of several ranks.
+
+A thread in each process looks, a few times a second, at the collectives this rank
+waits in (`_waiting.py`). When a wait is some seconds old, the first of the ranks that
+wait asks the others where they stand, by messages on a communicator that nothing else
+uses. What the answers mean is decided in `_stall.py`: ranks in different collectives
+and ranks that have left end the job at once, anything else at the timeout.
+
+A rank whose script ends waits in an `atexit` handler until all others end theirs, as
+MPI's own finalization does, but so that it can still answer. That is the only cost of
+leaving.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import faulthandler
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import zlib
+from typing import Any
+
+from distkeras._errors import CommunicatorError
+from distkeras._exit import LAST_WORDS
+from distkeras._exit import STALLED
+from distkeras.communicators import _failure
+from distkeras.communicators import _stacks
+from distkeras.communicators import _stall
+from distkeras.communicators import _waiting
+from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._processes import Process
+from distkeras.communicators._processes import status
+from distkeras.communicators._processes import this_process
+from distkeras.communicators._stall import END
+from distkeras.communicators._stall import State
+from distkeras.communicators._stall import Verdict
+from distkeras.communicators._stall import Wait
+from distkeras.communicators._waiting import waiting as waiting
+
+VARIABLE = "DISTKERAS_TIMEOUT"
+DEFAULT_TIMEOUT = 600.0
+
+# Seconds between looks at the waits and at the messages.
+_POLL = 0.2
+# Seconds of waiting after which ranks are asked, and between two questions.
+_CHECK = 5.0
+# Seconds for the answers; a rank that computes under load may be slow.
+_PATIENCE = 2.0
+# Seconds by which each rank lets those before it ask first, and those that it stays
+# quiet after another has asked: one report, and few messages.
+_TURN = 0.3
+_HOLD = 2.5
+# Seconds until the second look at what needs two.
+_CONFIRM = 1.5
+# Seconds for `MPI_Abort` to end this process, before it ends itself.
+_GRACE = 3.0
+# Bytes up to which every MPI sends without waiting for the receiver.
+_EAGER = 3500
+_TAG = 1
+
+
+def read_timeout(argument: float | None) -> float:
+    """Returns the seconds a rank may wait; 0 for no limit.
+
+    Args:
+        argument: that of `init`; the environment variable counts if None.
+
+    Raises:
+        CommunicatorError: it is not a number of seconds.
+    """
+    word: Any = argument
+    origin = "timeout"
+    if argument is None:
+        word = os.environ.get(VARIABLE) or DEFAULT_TIMEOUT
+        origin = VARIABLE
+    try:
+        seconds = float(word)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise CommunicatorError(
+            f"Expected {origin} to be a number of seconds, 0 for no limit. Received: "
+            f"{word!r}"
+        )
+    return seconds
+
+
+@dataclasses.dataclass
+class _Inquiry:
+    """A question to the other members of a communicator, and the answers so far."""
+
+    wait: Wait
+    final: bool
+    deadline: float
+    expected: frozenset[int]
+    states: dict[int, State]
+
+    @property
+    def complete(self) -> bool:
+        return self.expected <= self.states.keys()
+
+
+class _Watchdog:
+    """The watchdog of one process.
+
+    Args:
+        host: the world's communicator of host memory; collective.
+        timeout: seconds, 0 for no limit.
+    """
+
+    def __init__(self, host: MPICommunicator, timeout: float) -> None:
+        self.timeout = timeout
+        self.process = os.getpid()
+        self._host = host
+        self._rank = host.rank
+        self._mpi: Any = sys.modules["mpi4py.MPI"]
+        facts = host.allgather_object((this_process(), _failure.is_interactive()))
+        self._peers: list[Process] = [peer for peer, _ in facts]
+        # A session in which somebody types survives; there may be no hurry either.
+        self._reports_only = any(interactive for _, interactive in facts)
+        self._speaks = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
+        self._comm: Any = host.mpi_comm.Dup()
+        self._end = _waiting.Calls(range(host.size))
+        self._left = False
+        self._stop = threading.Event()
+        self._sent: list[tuple[Any, bytes]] = []
+        self._unanswered: dict[int, float] = {}
+        self._inquiry: _Inquiry | None = None
+        self._current: tuple[str, int] | None = None
+        self._earlier: dict[int, tuple[float, State]] = {}
+        self._next = 0.0
+        self._quiet_until = 0.0
+        self._warned = False
+        self._working_since = 0.0
+        self._dumps = _register_dump()
+        self._keyval: Any = None
+        self._thread = threading.Thread(
+            target=self._run, name="distkeras-watchdog", daemon=True
+        )
+        self._stop_before_finalization()
+        self._thread.start()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(_POLL):
+                self._tick()
+        except self._mpi.Exception as error:
+            if not self._stop.is_set():
+                _failure.write(
+                    f"[distkeras] rank {self._rank}: the watchdog stops, MPI failed: "
+                    f"{error}"
+                )
+
+    def _tick(self) -> None:
+        self._receive()
+        now = time.monotonic()
+        inquiry = self._inquiry
+        if inquiry is not None:
+            if inquiry.complete or now >= inquiry.deadline:
+                self._inquiry = None
+                self._conclude(inquiry)
+            return
+        wait = self._oldest_wait(now)
+        key = None if wait is None else (wait.name, wait.call.number)
+        if key != self._current:
+            self._current = key
+            self._earlier = {}
+            self._warned = False
+            self._next = self._working_since = 0.0
+        if wait is None:
+            return
+        check = self._check_interval()
+        turn = min(wait.members.index(self._rank), 20) * _TURN
+        due = wait.call.since + check + min(turn, check)
+        if now >= max(due, self._next, self._quiet_until):
+            # Of those that wait, the first has asked for all of them.
+            final = self._is_late(wait)
+            self._next = now + check
+            self._ask(wait, final=final)
+
+    def _check_interval(self) -> float:
+        return min(_CHECK, self.timeout / 3) if self.timeout else _CHECK
+
+    def _is_late(self, wait: Wait) -> bool:
+        start = max(self._working_since, wait.call.since)
+        return bool(self.timeout) and time.monotonic() - start >= self.timeout
+
+    def _oldest_wait(self, now: float) -> Wait | None:
+        """Returns the wait that began first: others may be parts of it."""
+        waits = self._waits(now, places=False)
+        return max(waits, key=lambda wait: wait.age, default=None)
+
+    def _waits(self, now: float, *, places: bool = True) -> list[Wait]:
+        """Returns what this rank waits in."""
+        found = []
+        drivers: list[int] | None = None
+        for calls in _waiting.open_calls():
+            call = calls.current
+            if call is None:
+                continue
+            driver, place = "", ""
+            if places:
+                drivers = _waiting.calling_threads() if drivers is None else drivers
+                driver = _driver(call.thread, drivers)
+                place = _stacks.where(call.thread)
+            name = END if calls is self._end else calls.name
+            found.append(
+                Wait(name, calls.members, call, now - call.since, driver, place)
+            )
+        return found
+
+    def _state(self, name: str, number: int) -> State:
+        """Describes where this rank stands.
+
+        Args:
+            name: the communicator that was asked about.
+            number: the call.
+        """
+        now = time.monotonic()
+        calls = self._end if name == END else _waiting.find_calls(name)
+        waits = tuple(self._waits(now))
+        entered = _waiting.entered()
+        entered[END] = self._end.entered
+        text = ""
+        if not self._left:
+            text = _stacks.stack()
+            for thread in {w.call.thread for w in waits}:
+                if thread != threading.main_thread().ident:
+                    text += "\nin another thread:\n" + _stacks.stack(thread)
+        return State(
+            rank=self._rank,
+            left=self._left,
+            entered=entered,
+            asked=None if calls is None else calls.find(number),
+            waits=waits,
+            busy=_busy({w.call.thread for w in waits}),
+            where="" if self._left else _stacks.where(),
+            stack=text,
+        )
+
+    # Questions and answers
+
+    def _ask(self, wait: Wait, *, final: bool) -> None:
+        now = time.monotonic()
+        mine = self._state(wait.name, wait.call.number)
+        # With its place, which is only looked up now.
+        for known in mine.waits:
+            if (known.name, known.call.number) == (wait.name, wait.call.number):
+                wait = known
+        others = frozenset(wait.members) - {self._rank}
+        if not self._speaks:
+            others = frozenset()
+        for rank in others:
+            # Messages to a rank that does not read them must not pile up.
+            if final or now - self._unanswered.get(rank, -math.inf) > 6 * _CHECK:
+                self._unanswered[rank] = now
+                self._send(rank, ("ask", wait.name, wait.call.number))
+        deadline = now + _PATIENCE * (1.5 if final else 1)
+        self._inquiry = _Inquiry(wait, final, deadline, others, {self._rank: mine})
+
+    def _send(self, rank: int, message: Any) -> None:
+        data = _pack(message)
+        self._sent = [(r, d) for r, d in self._sent if not r.Test()]
+        request = self._comm.Isend([data, self._mpi.BYTE], dest=rank, tag=_TAG)
+        self._sent.append((request, data))
+
+    def _receive(self) -> None:
+        if not self._speaks:
+            return
+        info = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _TAG, info):
+            data = bytearray(info.Get_count(self._mpi.BYTE))
+            source = info.Get_source()
+            self._comm.Recv([data, self._mpi.BYTE], source=source, tag=_TAG)
+            kind, *content = pickle.loads(zlib.decompress(data))
+            if kind == "ask":
+                self._quiet_until = time.monotonic() + _HOLD
+                self._send(source, ("tell", self._state(*content)))
+            else:
+                self._unanswered.pop(source, None)
+                if self._inquiry is not None:
+                    self._inquiry.states[source] = content[0]
+
+    def _conclude(self, inquiry: _Inquiry) -> None:
+        """Decides what follows from the answers."""
+        wait, states = inquiry.wait, inquiry.states
+        now = time.monotonic()
+        if not self._still_waits(wait):
+            return
+        wait = dataclasses.replace(wait, age=now - wait.call.since)
+        before = {rank: state for rank, (_, state) in self._earlier.items()}
+        elapsed = now - max((t for t, _ in self._earlier.values()), default=now)
+        verdict = _stall.judge(self._rank, wait, states, before, elapsed)
+        silent = self._silent(inquiry)
+        if verdict is None:
+            gone = [r for r, why in silent.items() if why == _GONE]
+            if gone:
+                verdict = _stall.gone(gone, wait)
+            elif inquiry.final and not (
+                wait.name == END and self._others_work(wait, states, silent, now)
+            ):
+                verdict = _stall.stalled(wait, states, silent, self.timeout)
+        if verdict is not None and not verdict.certain:
+            self._next = now + _CONFIRM
+            verdict = None
+        if wait.name != END or not self._earlier:
+            self._earlier = {rank: (now, state) for rank, state in states.items()}
+        if verdict is not None:
+            self._announce(verdict, wait, states, silent)
+            return
+        self._warn_once(wait, states, silent)
+
+    def _still_waits(self, wait: Wait) -> bool:
+        calls = self._end if wait.name == END else _waiting.find_calls(wait.name)
+        call = None if calls is None else calls.current
+        return call is not None and call.number == wait.call.number
+
+    def _silent(self, inquiry: _Inquiry) -> dict[int, str]:
+        """Returns what is known of the ranks that did not answer."""
+        silent = {}
+        mine = self._peers[self._rank]
+        others = frozenset(inquiry.wait.members) - inquiry.states.keys()
+        for rank in sorted(others):
+            if not self._speaks:
+                silent[rank] = (
+                    "cannot be asked: MPI's thread level is below MPI_THREAD_MULTIPLE"
+                )
+                continue
+            silent[rank] = _SILENT[status(self._peers[rank], mine)]
+        return silent
+
+    def _others_work(
+        self,
+        wait: Wait,
+        states: dict[int, State],
+        silent: dict[int, str],
+        now: float,
+    ) -> bool:
+        """Whether the ranks that this one waits for at its end do something.
+
+        One rank often has work to do after the others (it evaluates, exports). As
+        long as it does, there is no harm in waiting.
+        """
+        late = _stall.late_ranks(wait, states)
+        working = [r for r, why in silent.items() if why == _SILENT["alive"]]
+        for rank in late:
+            earlier = self._earlier.get(rank)
+            if earlier is None or not _stall.is_idle(
+                earlier[1], states[rank], now - earlier[0]
+            ):
+                working.append(rank)
+        if working:
+            self._working_since = now
+            self._earlier = {}
+        return bool(working)
+
+    def _warn_once(
+        self, wait: Wait, states: dict[int, State], silent: dict[int, str]
+    ) -> None:
+        """Says early that ranks wait, where the timeout is far away."""
+        if self._warned or wait.name == END or self.timeout < 10 * _CHECK:
+            return
+        if wait.age < min(60.0, self.timeout / 10):
+            return
+        self._warned = True
+        verdict = _stall.stalled(wait, states, silent, self.timeout)
+        verdict = dataclasses.replace(
+            verdict, remedy=f"Still waiting; the limit is {self.timeout:g} s."
+        )
+        _failure.write(self._report(verdict, wait, states, silent, ending=False))
+
+    def _report(
+        self,
+        verdict: Verdict,
+        wait: Wait,
+        states: dict[int, State],
+        silent: dict[int, str],
+        *,
+        ending: bool,
+    ) -> str:
+        places = {rank: str(peer) for rank, peer in enumerate(self._peers)}
+        return _stall.report(verdict, wait, states, silent, places, ending=ending)
+
+    def _announce(
+        self,
+        verdict: Verdict,
+        wait: Wait,
+        states: dict[int, State],
+        silent: dict[int, str],
+    ) -> None:
+        """Writes the report and ends the job."""
+        ending = not self._reports_only
+        if not ending and self._warned:
+            return
+        self._warned = True
+        if verdict.code == STALLED:
+            self._ask_for_dumps(silent)
+        _failure.write(self._report(verdict, wait, states, silent, ending=ending))
+        if ending:
+            end_job(self._host, verdict.code, speaks=self._speaks)
+
+    def _ask_for_dumps(self, silent: dict[int, str]) -> None:
+        """Lets ranks that hold Python's lock show their stacks, by a signal."""
+        sent = False
+        for rank, why in silent.items():
+            if self._dumps and why == _SILENT["alive"]:
+                with contextlib.suppress(OSError):
+                    os.kill(self._peers[rank].pid, _DUMP_SIGNAL)
+                    sent = True
+        if sent:
+            time.sleep(LAST_WORDS)
+
+    # The end
+
+    def leave(self, *, free: bool) -> None:
+        """Waits until all ranks leave, answering meanwhile; then stops.
+
+        Args:
+            free: whether MPI goes on and its communicator is to be given back.
+        """
+        if self._stop.is_set() or self._mpi.Is_finalized():
+            return
+        try:
+            if self._speaks and (free or not self._reports_only):
+                self._left = not free
+                self._wait_for_all("shutdown" if free else "end")
+        finally:
+            self.stop()
+        if free:
+            self._comm.Free()
+
+    def _wait_for_all(self, verb: str) -> None:
+        """Returns when every rank has called it."""
+        with self._end(verb):
+            request = self._comm.Ibarrier()
+            pause = 0.0005
+            while not request.Test():
+                if not self._thread.is_alive():
+                    return  # MPI failed
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.02)
+
+    def stop(self) -> None:
+        """Stops the thread; no MPI call of it comes afterwards."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._end.close()
+        keyval, self._keyval = self._keyval, None
+        if keyval is not None and not self._mpi.Is_finalized():
+            self._mpi.COMM_SELF.Delete_attr(keyval)
+        if self._dumps:
+            faulthandler.unregister(_DUMP_SIGNAL)
+            self._dumps = False
+
+    def _stop_before_finalization(self) -> None:
+        """Has MPI call `stop` where a script finalizes it by itself.
+
+        MPI deletes the attributes of `COMM_SELF` first of all.
+        """
+
+        def finalizing(*_: Any) -> None:
+            if self._keyval is not None:
+                self._keyval = None
+                self.stop()
+
+        keyval = self._mpi.Comm.Create_keyval(delete_fn=finalizing)
+        self._mpi.COMM_SELF.Set_attr(keyval, True)
+        self._keyval = keyval
+
+
+_GONE = "its process is gone"
+_SILENT = {
+    "gone": _GONE,
+    "stopped": "does not answer: its process is stopped (SIGSTOP, or a debugger)",
+    "alive": "does not answer, though its process lives: it runs code that holds "
+    "Python's lock",
+    None: "does not answer: it is stopped, or holds Python's lock, or its host is gone",
+}
+
+# A signal that libraries leave alone.
+_DUMP_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
+
+
+def _register_dump() -> bool:
+    """Makes this process write its Python stacks on a signal, without Python's lock."""
+    try:
+        faulthandler.register(_DUMP_SIGNAL, all_threads=True)
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        return False  # no such signal, or `sys.stderr` is no file
+    return True
+
+
+def _driver(thread: int, calling: list[int]) -> str:
+    if thread not in calling:
+        return "framework" if len(calling) <= 1 else "other"
+    return "main" if calling == [thread] else "other"
+
+
+def _busy(waiting_threads: set[int]) -> float:
+    """Returns CPU seconds of this process but for threads that do not work."""
+    total = time.process_time() - time.thread_time()
+    for thread in waiting_threads - {threading.get_ident()}:
+        with contextlib.suppress(OSError, AttributeError):
+            total -= time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return total
+
+
+def _pack(message: Any) -> bytes:
+    """Pickles a message; a stack that is too long loses its outer part."""
+    data = zlib.compress(pickle.dumps(message))
+    while len(data) > _EAGER and message[0] == "tell" and message[1].stack:
+        state = message[1]
+        lines = state.stack.splitlines()
+        kept = lines[len(lines) // 4 + 1 :]
+        message = ("tell", dataclasses.replace(state, stack="\n".join(kept)))
+        data = zlib.compress(pickle.dumps(message))
+    return data
+
+
+def end_job(host: MPICommunicator, code: int, *, speaks: bool = True) -> None:
+    """Ends all ranks from a thread, whatever the others of this process do."""
+    time.sleep(LAST_WORDS)
+    if speaks:
+        threading.Thread(target=host.abort, args=(code,), daemon=True).start()
+        time.sleep(_GRACE)
+    os._exit(code)
+
+
+_watchdog: _Watchdog | None = None
+
+
+def start(host: MPICommunicator, timeout: float) -> None:
+    """Starts the watchdog; collective.
+
+    Args:
+        host: the world's communicator of host memory; nothing starts for one rank.
+        timeout: seconds a rank may wait in a collective, 0 for no limit.
+    """
+    global _watchdog
+    if host.size == 1 or _watchdog is not None:
+        return
+    _watchdog = _Watchdog(host, timeout)
+    atexit.register(_leave_at_exit)
+
+
+def set_timeout(timeout: float) -> None:
+    """Changes the timeout of this rank's watchdog, if it runs."""
+    if _watchdog is not None:
+        _watchdog.timeout = timeout
+
+
+def shut_down() -> None:
+    """Stops the watchdog and frees its communicator; collective."""
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
+    if watchdog is not None and watchdog.process == os.getpid():
+        atexit.unregister(_leave_at_exit)
+        watchdog.leave(free=True)
+
+
+def _leave_at_exit() -> None:
+    """Leaves in step with the other ranks; a fork's exit is its own."""
+    watchdog = _watchdog
+    if watchdog is not None and watchdog.process == os.getpid():
+        watchdog.leave(free=False)
