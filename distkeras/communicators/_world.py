@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 
+from distkeras import _horovod
 from distkeras._errors import CommunicatorError
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
@@ -151,6 +152,7 @@ def _create(argument: str | None, timeout: float) -> _World:
     if word is not None:
         _check_word(word, origin)
     launcher = discover(os.environ)
+    _horovod.warn_of_ignored_variables(os.environ, rank=launcher.rank if launcher else 0)
     if launcher is None or launcher.size == 1:
         return _create_alone(word, origin, launcher)
     return _create_together(word, origin, launcher, timeout)

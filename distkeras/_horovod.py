@@ -1,0 +1,46 @@
+"""Settings left over from Horovod: none has an effect here, and that is said once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+# What does instead what a variable did, for those that people set.
+_INSTEAD = {
+    "HOROVOD_AUTOTUNE": "there is nothing to tune: the order of buckets is fixed",
+    "HOROVOD_CACHE_CAPACITY": "ranks do not negotiate",
+    "HOROVOD_CYCLE_TIME": "ranks do not negotiate, nothing waits for a cycle",
+    "HOROVOD_FUSION_THRESHOLD": "Trainer(model, bucket_bytes=...)",
+    "HOROVOD_GPU_ALLREDUCE": "DISTKERAS_COMMUNICATOR",
+    "HOROVOD_GPU_OPERATIONS": "DISTKERAS_COMMUNICATOR",
+    "HOROVOD_CPU_OPERATIONS": "DISTKERAS_COMMUNICATOR",
+    "HOROVOD_CONTROLLER": "DISTKERAS_COMMUNICATOR",
+    "HOROVOD_LOG_LEVEL": "logging.getLogger('distkeras').setLevel(...)",
+    "HOROVOD_STALL_CHECK_DISABLE": "DISTKERAS_TIMEOUT",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "DISTKERAS_TIMEOUT",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "DISTKERAS_TIMEOUT",
+    "HOROVOD_TIMELINE": "keras.callbacks.TensorBoard(profile_batch=...)",
+}
+
+
+def warn_of_ignored_variables(environ: Mapping[str, str], *, rank: int) -> None:
+    """Warns, on rank 0, of `HOROVOD_*` variables: they have no effect.
+
+    Args:
+        environ: the environment.
+        rank: of this process.
+    """
+    names = sorted(name for name in environ if name.startswith("HOROVOD_"))
+    if not names or rank:
+        return
+    lines = [
+        f"  {name}: {_INSTEAD[name]}" if name in _INSTEAD else f"  {name}"
+        for name in names
+    ]
+    warnings.warn(
+        "These variables are Horovod's and have no effect. Instead:\n"
+        + "\n".join(lines)
+        + "\nRanks are started by `distkeras run` or mpiexec, not by horovodrun.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
