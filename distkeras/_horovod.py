@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+from distkeras._launcher import Launcher
+
 # What does instead what a variable did, for those that people set.
 _INSTEAD = {
     "HOROVOD_AUTOTUNE": "there is nothing to tune: the order of buckets is fixed",
@@ -23,15 +25,17 @@ _INSTEAD = {
 }
 
 
-def warn_of_ignored_variables(environ: Mapping[str, str], *, rank: int) -> None:
+def warn_of_ignored_variables(
+    environ: Mapping[str, str], launcher: Launcher | None
+) -> None:
     """Warns, on rank 0, of `HOROVOD_*` variables: they have no effect.
 
     Args:
         environ: the environment.
-        rank: of this process.
+        launcher: who started this process, and which rank it is.
     """
     names = sorted(name for name in environ if name.startswith("HOROVOD_"))
-    if not names or rank:
+    if not names or (launcher is not None and launcher.rank > 0):
         return
     lines = [
         f"  {name}: {_INSTEAD[name]}" if name in _INSTEAD else f"  {name}"

@@ -8,12 +8,13 @@ import warnings
 import pytest
 
 from distkeras import _horovod
+from distkeras._launcher import Launcher
 
 
 def test_variables_are_named_with_what_replaces_them() -> None:
     environ = {"HOROVOD_FUSION_THRESHOLD": "1", "HOROVOD_NEW": "1", "PATH": "/bin"}
     with pytest.warns(RuntimeWarning, match="have no effect") as caught:
-        _horovod.warn_of_ignored_variables(environ, rank=0)
+        _horovod.warn_of_ignored_variables(environ, None)
     (warning,) = caught
     text = str(warning.message)
     assert "HOROVOD_FUSION_THRESHOLD: Trainer(model, bucket_bytes=...)" in text
@@ -23,8 +24,9 @@ def test_variables_are_named_with_what_replaces_them() -> None:
 def test_nothing_is_said_without_them_or_on_other_ranks() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _horovod.warn_of_ignored_variables({"PATH": "/bin"}, rank=0)
-        _horovod.warn_of_ignored_variables({"HOROVOD_TIMELINE": "x"}, rank=1)
+        _horovod.warn_of_ignored_variables({"PATH": "/bin"}, None)
+        second = Launcher("test", 1, 2)
+        _horovod.warn_of_ignored_variables({"HOROVOD_TIMELINE": "x"}, second)
 
 
 @pytest.mark.launches

@@ -152,7 +152,7 @@ def _create(argument: str | None, timeout: float) -> _World:
     if word is not None:
         _check_word(word, origin)
     launcher = discover(os.environ)
-    _horovod.warn_of_ignored_variables(os.environ, rank=launcher.rank if launcher else 0)
+    _horovod.warn_of_ignored_variables(os.environ, launcher)
     if launcher is None or launcher.size == 1:
         return _create_alone(word, origin, launcher)
     return _create_together(word, origin, launcher, timeout)
