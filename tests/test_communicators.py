@@ -15,6 +15,7 @@ from distkeras._errors import MismatchError
 from distkeras._launcher import discover
 from distkeras.communicators import Communicator
 from distkeras.communicators import MPICommunicator
+from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
@@ -34,7 +35,14 @@ class SmallChunks(MPICommunicator):
 # MPI's need mpiexec: test_under_mpiexec.py runs them, at 1, 2 and 3 ranks.
 KINDS = ["single", "world"]
 if discover(os.environ) is not None:
-    KINDS += ["mpi", "self", "chunks"]
+    KINDS += ["mpi", "self", "chunks", "shared", "shared chunks", "shared slices"]
+
+# By kind: chunks of one cache line, and slices where each would do it all.
+SHARED = {
+    "shared": {},
+    "shared chunks": {"chunk_bytes": 64, "direct_bytes": 1 << 20},
+    "shared slices": {"chunk_bytes": 192, "direct_bytes": 0},
+}
 
 
 @pytest.fixture(params=KINDS)
@@ -51,6 +59,8 @@ def communicator(
         from mpi4py import MPI
 
         made = MPICommunicator(MPI.COMM_SELF)
+    elif kind in SHARED:
+        made = SharedMemoryCommunicator(**SHARED[kind])
     else:
         made = MPICommunicator() if kind == "mpi" else SmallChunks()
     yield made

@@ -7,6 +7,9 @@ from distkeras.communicators._base import Op as Op
 from distkeras.communicators._device import configure_tensorflow as configure_tensorflow
 from distkeras.communicators._mpi import MPICommunicator as MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator as NCCLCommunicator
+from distkeras.communicators._shared_memory import (
+    SharedMemoryCommunicator as SharedMemoryCommunicator,
+)
 from distkeras.communicators._single import SingleCommunicator as SingleCommunicator
 from distkeras.communicators._world import describe as describe
 from distkeras.communicators._world import init as init

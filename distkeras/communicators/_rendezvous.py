@@ -1,0 +1,240 @@
+"""Waiting for the ranks of a node without MPI: flags in memory that all of them see.
+
+Whoever waits reads the flag again for some microseconds, which is what an exchange
+between ranks in step takes. Then it offers the core to others at every look, and
+then it sleeps, longer and longer: the peer that is late is probably computing, and
+may want this very core. While it sleeps it looks whether the peer's process lives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
+
+from distkeras._errors import CommunicatorError
+
+HEADER_BYTES = 1024
+"""Room for one rank's flags, at the start of its part of the shared memory."""
+
+# Indices of 8-byte words, two cache lines apart: processors fetch lines in pairs.
+ARRIVED = 0
+REDUCED = 16
+_LABEL = 32  # and the next: for even and for odd steps
+
+_YIELDS = 700  # about half a millisecond
+_LONGEST_SLEEP = 1e-3  # seconds
+_SHORTEST_SLEEP = 2e-5
+_BETWEEN_CHECKS = 0.1
+
+Label = int
+"""What a rank does in a step, in 63 bits: compared over ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A rank's process, as others of its node can find it.
+
+    Attributes:
+        pid: its number.
+        started: its start time in clock ticks since boot; 0 if it cannot be known.
+        namespace: names the numbering that `pid` belongs to; empty if unknown.
+        cores: the processor cores it may run on.
+    """
+
+    pid: int
+    started: int
+    namespace: str
+    cores: frozenset[int]
+
+    @classmethod
+    def this(cls) -> Process:
+        """Returns the calling process."""
+        pid = os.getpid()
+        state = _state(pid)
+        try:
+            namespace = os.readlink("/proc/self/ns/pid")
+        except OSError:
+            namespace = ""
+        if hasattr(os, "sched_getaffinity"):
+            cores = frozenset(os.sched_getaffinity(0))
+        else:
+            cores = frozenset(range(os.cpu_count() or 1))
+        return cls(pid, state[1] if state else 0, namespace, cores)
+
+    def alive(self) -> bool:
+        """Whether it still runs: neither gone nor waiting to be buried."""
+        if self.started:
+            state = _state(self.pid)
+            return (
+                state is not None
+                and state[0] not in "ZX"
+                and state[1] == (self.started)
+            )
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return True  # it is another user's
+        return True
+
+
+def _state(pid: int) -> tuple[str, int] | None:
+    """Returns a process' state letter and start time, or `None` if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may hold anything.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+class Rendezvous:
+    """Where the ranks of a node meet, again and again, step by step.
+
+    Each rank writes the number of the step it has reached where all can read it, and
+    waits until all others' numbers are as high. Steps are numbered alike on all ranks,
+    because all ranks call the same collectives in the same order. Should they not,
+    they find out by a label that each rank leaves with the number.
+
+    Memory order: `fence` is called after the data is written and before the number
+    is, and again between reading the others' numbers and their data. MPI defines it
+    (`MPI_Win_sync`) as what makes the processes' stores visible to one another in
+    this order; the numbers themselves are aligned words, written in one piece.
+
+    Args:
+        rank: of this process.
+        headers: `HEADER_BYTES` of each rank, by rank: cleared, and shared.
+        processes: each rank's process, by rank.
+        fence: orders memory accesses.
+        describe: puts a label in words, for the message about different ones.
+
+    Attributes:
+        step: the number of the newest step.
+        broken: what went wrong for good, else `None`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        headers: Sequence[memoryview],
+        processes: Sequence[Process],
+        fence: Callable[[], None],
+        describe: Callable[[Label], str],
+    ) -> None:
+        words = [header.cast("B")[:HEADER_BYTES].cast("q") for header in headers]
+        self.step = 0
+        self.broken: str | None = None
+        self._rank = rank
+        self._mine = words[rank]
+        self._others = [pair for pair in enumerate(words) if pair[0] != rank]
+        self._processes = processes
+        self._fence = fence
+        self._describe = describe
+        cores = frozenset[int]().union(*(p.cores for p in processes))
+        # Where ranks share cores, the one waited for may need this very core.
+        self._spins = 1000 if len(cores) >= len(processes) else 20
+        # Numbers of processes mean something only in one and the same numbering.
+        self._can_look = len({p.namespace for p in processes}) == 1
+
+    def meet(self, word: int, step: int) -> None:
+        """Says that this rank has reached a step, and waits for all others.
+
+        Args:
+            word: `ARRIVED` or `REDUCED`.
+            step: its number, higher than at the last call for this word.
+
+        Raises:
+            CommunicatorError: if the process of a rank that is waited for has ended.
+        """
+        self._fence()
+        self._mine[word] = step
+        for rank, words in self._others:
+            if words[word] < step:
+                self._wait(rank, words, word, step)
+        self._fence()
+
+    def meet_alike(self, label: Label) -> int:
+        """Begins the next step, and checks that all ranks begin the same.
+
+        Data that others will read must have been written before.
+
+        Args:
+            label: what this rank is about to do.
+
+        Returns:
+            The number of the step.
+
+        Raises:
+            CommunicatorError: on every rank, if labels differ; the ranks can go on
+                afterwards. On this rank, if another's process has ended.
+        """
+        step = self.step = self.step + 1
+        place = _LABEL + (step & 1)
+        self._mine[place] = label
+        self.meet(ARRIVED, step)
+        for _, words in self._others:
+            # Stays until its writer has begun two more steps: not before this one
+            # has begun the next.
+            if words[place] != label:
+                self._raise_different(place)
+        return step
+
+    def release(self) -> None:
+        """Lets go of the shared memory; it cannot be used afterwards."""
+        self._mine.release()
+        for _, words in self._others:
+            words.release()
+
+    def _raise_different(self, place: int) -> None:
+        words = sorted([*self._others, (self._rank, self._mine)])
+        lines = [f"  rank {r}: {self._describe(w[place])}" for r, w in words]
+        raise CommunicatorError(
+            "\n".join(
+                [
+                    "Expected all ranks to call the same collective with buffers of "
+                    "one length and dtype. Received:",
+                    *lines,
+                    "Make every rank run the same code; what depends on the rank "
+                    "must not change this.",
+                ]
+            )
+        )
+
+    def _wait(self, rank: int, words: memoryview, word: int, step: int) -> None:
+        """Waits for one rank's number, at less and less cost."""
+        for _ in range(self._spins):
+            if words[word] >= step:
+                return
+        start = time.perf_counter()
+        for _ in range(_YIELDS):
+            if words[word] >= step:
+                return
+            os.sched_yield()
+        checked = start
+        while words[word] < step:
+            now = time.perf_counter()
+            if now - checked > _BETWEEN_CHECKS:
+                checked = now
+                self._check_alive(rank, words, word, step)
+            # What is overslept is a small part of what was waited anyway.
+            pause = (now - start) / 16
+            time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+
+    def _check_alive(self, rank: int, words: memoryview, word: int, step: int) -> None:
+        if not self._can_look or self._processes[rank].alive():
+            return
+        if words[word] >= step:  # its last deed
+            return
+        self.broken = (
+            f"Rank {rank} (process {self._processes[rank].pid}) has ended while rank "
+            f"{self._rank} waited for it in a collective. Its own output, or the "
+            "system's log if it was killed (`dmesg` tells of a lack of memory), says "
+            "why. The communicator cannot be used any more."
+        )
+        raise CommunicatorError(self.broken)

@@ -1,0 +1,405 @@
+"""The communicator of one node: buffers are combined in memory that its ranks share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distkeras._errors import CommunicatorError
+from distkeras.communicators._arithmetic import UFUNCS
+from distkeras.communicators._arithmetic import place_matters
+from distkeras.communicators._arithmetic import quiet
+from distkeras.communicators._base import Communicator
+from distkeras.communicators._base import Op
+from distkeras.communicators._checks import OPS
+from distkeras.communicators._checks import check_buffer
+from distkeras.communicators._checks import check_op
+from distkeras.communicators._checks import check_open
+from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._mpi import load_mpi
+from distkeras.communicators._rendezvous import HEADER_BYTES
+from distkeras.communicators._rendezvous import Label
+from distkeras.communicators._rendezvous import Process
+from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._shared_reduction import Direct
+from distkeras.communicators._shared_reduction import InPlace
+from distkeras.communicators._shared_reduction import Node
+from distkeras.communicators._shared_reduction import Reduction
+from distkeras.communicators._shared_reduction import Sliced
+from distkeras.communicators._shared_window import SharedWindow
+from distkeras.communicators._shared_window import lacking_room
+
+# In labels by their places here. Half precision is combined in float32.
+_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"),
+    *("uint64", "float16", "bfloat16", "float32", "float64"),
+)
+_BARRIER = 0
+
+# Flags of NumPy's arrays: C-contiguous, aligned, writeable.
+_USABLE = 0x1 | 0x100 | 0x400
+
+_MOST_REDUCTIONS = 256
+_FIRST_SLOT = 1 << 14  # bytes
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Collectives among ranks of one node, flat buffers through shared memory.
+
+    A buffer is copied in chunks to a window of memory that all ranks map, combined
+    there, and read from it once. A buffer from `allocate` lies in such a window
+    itself: nothing is copied. What is no allreduce, and allreduces of dtypes for which
+    this gains nothing (complex, long double), go to the MPI communicator it is
+    composed with.
+
+    Results are the same bits on every rank, elements are combined in the order of
+    ranks. A NaN on any rank makes the element NaN. `float16` and `bfloat16` are
+    combined in `float32` and rounded once.
+
+    Memory: two chunks a rank, made at the first allreduce for a buffer of that size
+    and, each time a longer one comes, made anew at twice the size or more, up to
+    `chunk_bytes`. Longer buffers go in several chunks. All of it is given back by
+    `close`, and by the system when the last rank ends, however it ends.
+
+    Waiting: see `distkeras.communicators._rendezvous`. A rank that waits finds out
+    within a second if the process it waits for has ended, unless ranks of a node run
+    in containers that do not see each other's processes.
+
+    Args:
+        host: the MPI communicator to compose with, owned from here on; by default a
+            duplicate of MPI's world.
+        chunk_bytes: largest chunk. The default measured best on 2 cores that share
+            32 MiB of cache: much smaller ones are waited for too often, larger ones
+            leave the cache before they are read.
+        direct_bytes: up to this many bytes, more than two ranks combine a buffer each
+            by itself, above it each combines a slice for all. Two ranks always do
+            the former, but for half precision.
+
+    Raises:
+        CommunicatorError: if the ranks are not all on one node.
+
+    Example:
+        >>> communicator = SharedMemoryCommunicator()
+        >>> buffer = np.ones(3, "float32")
+        >>> communicator.allreduce(buffer)
+        >>> bool((buffer == communicator.size).all())
+        True
+        >>> communicator.close()
+    """
+
+    name = "shared_memory"
+
+    def __init__(
+        self,
+        host: MPICommunicator | None = None,
+        *,
+        chunk_bytes: int = 1 << 19,
+        direct_bytes: int = 1 << 14,
+    ) -> None:
+        """Checks that the ranks share memory; collective."""
+        self._host = MPICommunicator() if host is None else host
+        if self._host.local_size != self._host.size:
+            raise CommunicatorError(
+                f"Expected all {self._host.size} ranks on one node. Received: "
+                f"{self._host.local_size} ranks on {self._host.hosts[self.rank]}. "
+                "DISTKERAS_COMMUNICATOR=hierarchical works on several nodes, and so "
+                "does mpi."
+            )
+        if chunk_bytes < 64:
+            raise ValueError(
+                f"Expected chunk_bytes to be 64 or more. Received: {chunk_bytes}"
+            )
+        self._chunk_bytes = chunk_bytes // 64 * 64
+        self._direct_bytes = direct_bytes
+        self._closed = False
+        self._node: Node | None = None  # made at the first use
+        self._control: SharedWindow | None = None
+        self._slots: list[list[np.ndarray]] = []  # by slot, by rank
+        self._slot_bytes = 0
+        self._staging: SharedWindow | None = None  # once it has grown
+        self._no_room = False
+        self._reductions: dict[tuple[Any, ...], Reduction] = {}
+        self._allocated: list[tuple[SharedWindow, list[np.ndarray]]] = []
+        self._in_place: dict[tuple[int, str], InPlace] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process' number, 0 to `size - 1`."""
+        return self._host.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._host.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process' number, as all ranks are on this node."""
+        return self._host.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks, as all are on this node."""
+        return self._host.local_size
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host name of every rank, by rank."""
+        return self._host.hosts
+
+    @property
+    def host(self) -> MPICommunicator:
+        """The MPI communicator it is composed with."""
+        return self._host
+
+    def allreduce(self, buffer: Any, op: Op = "sum") -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: flat NumPy array, the same length and dtype on every rank; on all
+                ranks one from `allocate`, or on none.
+            op: "sum", "min", "max" or "product". Of booleans, "sum" is "or" and
+                "product" is "and".
+
+        Raises:
+            CommunicatorError: on every rank, if lengths, dtypes or operations differ;
+                if the process of another rank has ended.
+        """
+        # Most calls are like an earlier one, whose arguments were checked: what small
+        # buffers can afford is to see that.
+        reduction: Reduction | None = None
+        try:
+            if self._in_place:
+                reduction = self._in_place.get((id(buffer), op))
+            if reduction is None:
+                reduction = self._reductions[buffer.shape, buffer.dtype, op]
+            usable = buffer.flags.num & _USABLE == _USABLE
+        except (AttributeError, KeyError, TypeError):
+            usable = False
+        if usable and reduction is not None:
+            reduction.run(buffer)
+            return
+        self._allreduce_first(buffer, op)
+
+    def _allreduce_first(self, buffer: Any, op: Op) -> None:
+        """Combines a buffer of a kind that was not seen yet, or an odd one."""
+        check_open(self._closed)
+        check_op(op)
+        check_buffer(buffer, writable=True)
+        node = self._connect() if self._takes(buffer) else None
+        if node is None:
+            self._host.allreduce(buffer, op)
+            return
+        place = next(
+            (i for i, (_, b) in enumerate(self._allocated) if b[self.rank] is buffer),
+            None,
+        )
+        if place is not None:
+            buffers = self._allocated[place][1]
+            label = _label(buffer, op, place + 1)
+            self._in_place[id(buffer), op] = InPlace(node, label, buffers, op)
+            self._in_place[id(buffer), op].run(buffer)
+            return
+        if not buffer.flags.aligned:
+            copy = buffer.copy()
+            self.allreduce(copy, op)
+            buffer[...] = copy
+            return
+        if len(self._reductions) >= _MOST_REDUCTIONS:
+            self._reductions.clear()
+        reduction = self._prepare(node, buffer, op)
+        self._reductions[buffer.shape, buffer.dtype, op] = reduction
+        reduction.run(buffer)
+
+    def _takes(self, buffer: Any) -> bool:
+        """Whether this is for shared memory; the same on all ranks."""
+        return (
+            isinstance(buffer, np.ndarray)
+            and buffer.dtype.name in _DTYPES
+            and buffer.dtype.isnative
+            and buffer.size > 0
+        )
+
+    def _prepare(self, node: Node, buffer: np.ndarray, op: Op) -> Reduction:
+        """Returns the fastest reduction for buffers like this; collective."""
+        dtype, label = buffer.dtype, _label(buffer, op)
+        if buffer.nbytes > self._slot_bytes < self._chunk_bytes:
+            # Only together, and only if all are about to.
+            node.rendezvous.meet_alike(label)
+            self._grow(buffer.nbytes)
+        narrow = dtype.kind in "fV" and dtype.itemsize < 4
+        many = self.size > 2 and buffer.nbytes > self._direct_bytes
+        if narrow or many or place_matters(UFUNCS[op], dtype):
+            return Sliced(node, label, self._slots, buffer.size, dtype, op)
+        return Direct(node, label, self._slots, buffer.size, dtype, op)
+
+    def _connect(self) -> Node | None:
+        """Returns the meeting place, made at the first call; collective.
+
+        A rank alone needs none. Without room for shared memory there is none: MPI
+        does everything then.
+        """
+        if self._node is not None or self._no_room or self.size == 1:
+            return self._node
+        slot = min(self._chunk_bytes, _FIRST_SLOT)
+        window = self._allocate(HEADER_BYTES + 2 * slot)
+        if window is None:
+            self._no_room = True
+            return None
+        rendezvous = Rendezvous(
+            self.rank,
+            [part[:HEADER_BYTES].data for part in window.parts],
+            self._host.allgather_object(Process.this()),
+            window.sync,
+            _describe,
+        )
+        self._control, self._slot_bytes = window, slot
+        self._slots = _slots(window, HEADER_BYTES, slot)
+        self._node = Node(self.rank, self.size, rendezvous, quiet())
+        return self._node
+
+    def _allocate(self, size: int) -> SharedWindow | None:
+        """Returns a window, or `None` on all ranks if there is no room; collective."""
+        reasons = self._host.allgather_object(lacking_room(size * self.size))
+        lacking = next((reason for reason in reasons if reason is not None), None)
+        if lacking is None:
+            return SharedWindow(load_mpi(), self._host.mpi_comm, size)
+        if self.rank == 0:
+            warnings.warn(
+                f"Too little shared memory: {lacking}. The exchange goes on through "
+                "MPI, slower.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return None
+
+    def _grow(self, nbytes: int) -> None:
+        """Makes longer chunks, for a buffer of that many bytes; collective."""
+        wanted = max(2 * self._slot_bytes, 1 << (nbytes - 1).bit_length())
+        slot = min(self._chunk_bytes, wanted)
+        window = self._allocate(2 * slot)
+        if window is None:
+            self._chunk_bytes = self._slot_bytes  # do not ask again
+            return
+        self._reductions.clear()
+        old, self._staging, self._slot_bytes = self._staging, window, slot
+        self._slots = _slots(window, 0, slot)
+        if old is not None:
+            old.free()
+
+    def allocate(self, length: int, dtype: Any) -> np.ndarray:
+        """Returns zeros that `allreduce` combines without copying; collective.
+
+        The array lies in shared memory and is this rank's alone but while it is in
+        `allreduce`: the result stays in it until it is written to again. It dies
+        with `close`: reading it afterwards ends the process.
+
+        Args:
+            length: elements.
+            dtype: NumPy's dtype or its name.
+
+        Returns:
+            A flat array, aligned to 64 bytes. An ordinary one if it is so small that
+            copying is faster, if the dtype is not one for shared memory, or if there is
+            too little of that.
+        """
+        check_open(self._closed)
+        plain = super().allocate(length, dtype)
+        if plain.nbytes <= self._direct_bytes or not self._takes(plain):
+            return plain
+        window = self._allocate(plain.nbytes) if self._connect() else None
+        if window is None:
+            return plain
+        buffers = [part.view(plain.dtype) for part in window.parts]
+        self._allocated.append((window, buffers))
+        return buffers[self.rank]
+
+    def allgather(self, buffer: Any) -> list[Any]:
+        """Returns every rank's `buffer`, by rank, by MPI."""
+        check_open(self._closed)
+        return self._host.allgather(buffer)
+
+    def broadcast(self, buffer: Any, root: int = 0) -> None:
+        """Overwrites `buffer` with that of rank `root`, in place, by MPI."""
+        check_open(self._closed)
+        self._host.broadcast(buffer, root)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        check_open(self._closed)
+        node = self._connect()
+        if node is None:
+            self._host.barrier()
+        else:
+            node.rendezvous.meet_alike(_BARRIER)
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Returns rank `root`'s object, by MPI."""
+        check_open(self._closed)
+        return self._host.broadcast_object(obj, root)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, by rank, by MPI."""
+        check_open(self._closed)
+        return self._host.allgather_object(obj)
+
+    def duplicate(self) -> SharedMemoryCommunicator:
+        """Returns the same group with a message space of its own; collective."""
+        check_open(self._closed)
+        return type(self)(
+            self._host.duplicate(),
+            chunk_bytes=self._chunk_bytes,
+            direct_bytes=self._direct_bytes,
+        )
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all processes of the job at once with exit code `code`."""
+        self._host.abort(code)
+
+    def close(self) -> None:
+        """Gives the shared memory back and frees MPI's communicator; collective, once.
+
+        After another rank's end nothing is given back: that would wait for it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._reductions.clear()
+        self._in_place.clear()
+        node, self._node = self._node, None
+        if node is not None and node.rendezvous.broken is not None:
+            return
+        windows = [window for window, _ in self._allocated]
+        windows += [w for w in (self._staging, self._control) if w is not None]
+        self._allocated.clear()
+        if node is not None:
+            node.rendezvous.release()
+        if not load_mpi().Is_finalized():
+            for window in windows:
+                window.free()
+        self._host.close()
+
+
+def _slots(window: SharedWindow, start: int, size: int) -> list[list[np.ndarray]]:
+    """Returns the bytes of two slots that begin at `start`, by slot and rank."""
+    begins = (start, start + size)
+    return [[part[b : b + size] for part in window.parts] for b in begins]
+
+
+def _label(buffer: np.ndarray, op: Op, place: int = 0) -> Label:
+    """Returns what must be the same on all ranks in an allreduce, as a number."""
+    dtype = _DTYPES.index(buffer.dtype.name)
+    return ((buffer.size << 12 | place) << 8 | dtype) << 4 | 1 + OPS.index(op)
+
+
+def _describe(label: Label) -> str:
+    """Returns a label in words."""
+    if label == _BARRIER:
+        return "barrier"
+    op, dtype = OPS[(label & 15) - 1], _DTYPES[label >> 4 & 255]
+    place, length = label >> 12 & 4095, label >> 24
+    where = f", number {place} of those from `allocate`" if place else ""
+    return f"allreduce ({op}) of {length} {dtype}{where}"

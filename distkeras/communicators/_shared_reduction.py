@@ -1,0 +1,314 @@
+"""The ways to combine buffers of the ranks of a node, prepared once and then run.
+
+Each is made for one length, dtype and operation. Whatever depends on those only, all
+views of the shared memory in particular, is made then: for small buffers that is
+most of the work.
+
+In all of them every element is combined in the order of ranks, and all ranks hold
+the same bits afterwards: either one rank computes an element for all, or all compute
+it from the same operands by code that gives the same bits (`place_matters`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distkeras.communicators._arithmetic import UFUNCS
+from distkeras.communicators._arithmetic import Quiet
+from distkeras.communicators._arithmetic import copy_bytes
+from distkeras.communicators._base import Op
+from distkeras.communicators._rendezvous import REDUCED
+from distkeras.communicators._rendezvous import Label
+from distkeras.communicators._rendezvous import Rendezvous
+
+_SMALL = 4096  # bytes, up to which an assignment is the fastest copy
+_PIECE = 1 << 17  # bytes that are combined at a time: all operands fit a core's cache
+_LINE = 64  # bytes, that no two ranks should write at once
+
+
+class Node(NamedTuple):
+    """What all reductions of a communicator work with.
+
+    Attributes:
+        rank: of this process.
+        size: how many ranks.
+        rendezvous: where they meet.
+        quiet: runs NumPy's functions.
+    """
+
+    rank: int
+    size: int
+    rendezvous: Rendezvous
+    quiet: Quiet
+
+
+class Reduction(abc.ABC):
+    """A prepared allreduce."""
+
+    @abc.abstractmethod
+    def run(self, buffer: np.ndarray) -> None:
+        """Combines `buffer` over all ranks, in place."""
+
+
+class _Slot(NamedTuple):
+    """A chunk in shared memory.
+
+    Attributes:
+        mine: this rank's bytes.
+        combine: combines this rank's slice of all ranks' bytes.
+        results: each rank's slice of the result, and where in the chunk it belongs.
+    """
+
+    mine: np.ndarray
+    combine: Callable[[], None]
+    results: list[tuple[slice, np.ndarray]]
+
+
+class Direct(Reduction):
+    """Every rank combines all elements by itself: one meeting, no copy back.
+
+    The fastest for two ranks, and for small buffers. A rank may write to one of the
+    two slots when all have begun the step after the one that used it before.
+
+    Args:
+        node: the ranks.
+        label: of the call.
+        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        length: elements of the buffer.
+        dtype: of the buffer, one that NumPy computes in.
+        op: the operation.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        label: Label,
+        slots: Sequence[Sequence[np.ndarray]],
+        length: int,
+        dtype: np.dtype,
+        op: Op,
+    ) -> None:
+        self._rendezvous, self._label = node.rendezvous, label
+        self._quiet, self._ufunc = node.quiet, UFUNCS[op]
+        step = slots[0][0].size // dtype.itemsize
+        self._pieces = [
+            (slice(i, i + step), _operands(slots, min(step, length - i), node, dtype))
+            for i in range(0, length, step)
+        ]
+        self._only = self._pieces[0][1] if len(self._pieces) == 1 else None
+        self._small = length * dtype.itemsize <= _SMALL
+
+    def run(self, buffer: np.ndarray) -> None:
+        """Combines `buffer` over all ranks, in place."""
+        rendezvous = self._rendezvous
+        if self._only is not None:
+            mine, bytes_, first, second, others = self._only[rendezvous.step + 1 & 1]
+            if self._small:
+                mine[...] = buffer
+            else:
+                copy_bytes(buffer.view(np.uint8), bytes_)
+            rendezvous.meet_alike(self._label)
+            self._quiet(self._ufunc, first, second, out=buffer)
+            for other in others:
+                self._quiet(self._ufunc, buffer, other, out=buffer)
+            return
+        self._quiet(self._run_pieces, buffer)
+
+    def _run_pieces(self, buffer: np.ndarray) -> None:
+        rendezvous, ufunc = self._rendezvous, self._ufunc
+        for place, slots in self._pieces:
+            part = buffer[place]
+            _, bytes_, first, second, others = slots[rendezvous.step + 1 & 1]
+            copy_bytes(part.view(np.uint8), bytes_)
+            rendezvous.meet_alike(self._label)
+            ufunc(first, second, out=part)
+            for other in others:
+                ufunc(part, other, out=part)
+
+
+_Operands = tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, ...]
+]
+
+
+def _operands(
+    slots: Sequence[Sequence[np.ndarray]], length: int, node: Node, dtype: np.dtype
+) -> tuple[_Operands, ...]:
+    """Returns for each slot this rank's part, its bytes, and all ranks' parts."""
+    found = []
+    for ranks in slots:
+        parts = [part[: length * dtype.itemsize].view(dtype) for part in ranks]
+        mine = parts[node.rank]
+        found.append((mine, mine.view(np.uint8), parts[0], parts[1], tuple(parts[2:])))
+    return tuple(found)
+
+
+class Sliced(Reduction):
+    """Every rank combines its slice of each chunk for all: two meetings a chunk.
+
+    The fewest additions, for more than two ranks; and one rounding for all ranks,
+    for dtypes narrower than float32.
+
+    Args:
+        node: the ranks.
+        label: of the call.
+        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        length: elements of the buffer.
+        dtype: of the buffer.
+        op: the operation.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        label: Label,
+        slots: Sequence[Sequence[np.ndarray]],
+        length: int,
+        dtype: np.dtype,
+        op: Op,
+    ) -> None:
+        self._node, self._label = node, label
+        step = slots[0][0].size // dtype.itemsize
+        known: dict[int, tuple[_Slot, _Slot]] = {}
+        self._pieces: list[tuple[slice, tuple[_Slot, _Slot]]] = []
+        for start in range(0, length, step):
+            count = min(step, length - start)
+            if count not in known:
+                first, second = (self._slot(s, count, dtype, op) for s in slots)
+                known[count] = (first, second)
+            self._pieces.append((slice(start, start + count), known[count]))
+
+    def _slot(
+        self, ranks: Sequence[np.ndarray], length: int, dtype: np.dtype, op: Op
+    ) -> _Slot:
+        size = length * dtype.itemsize
+        parts = [part[:size].view(dtype) for part in ranks]
+        cuts = slices(length, self._node.size, dtype.itemsize)
+        mine = cuts[self._node.rank]
+        combine = combiner([p[mine] for p in parts], self._node.rank, op, spread=False)
+        places = [
+            slice(s.start * dtype.itemsize, s.stop * dtype.itemsize) for s in cuts
+        ]
+        return _Slot(
+            ranks[self._node.rank][:size],
+            combine,
+            [(place, part[place]) for place, part in zip(places, ranks, strict=True)],
+        )
+
+    def run(self, buffer: np.ndarray) -> None:
+        """Combines `buffer` over all ranks, in place."""
+        self._node.quiet(self._run_pieces, buffer)
+
+    def _run_pieces(self, buffer: np.ndarray) -> None:
+        rendezvous = self._node.rendezvous
+        for place, slots in self._pieces:
+            part = buffer[place].view(np.uint8)
+            slot = slots[rendezvous.step + 1 & 1]
+            copy_bytes(part, slot.mine)
+            step = rendezvous.meet_alike(self._label)
+            slot.combine()
+            rendezvous.meet(REDUCED, step)
+            for where, result in slot.results:
+                copy_bytes(result, part[where])
+
+
+class InPlace(Reduction):
+    """Every rank combines its slice of buffers that lie in shared memory.
+
+    Nothing is copied in, and the result is written to all ranks' buffers. Each
+    rank's buffer is its own again when all have met.
+
+    Args:
+        node: the ranks.
+        label: of the call.
+        buffers: every rank's buffer, by rank.
+        op: the operation.
+    """
+
+    def __init__(
+        self, node: Node, label: Label, buffers: Sequence[np.ndarray], op: Op
+    ) -> None:
+        self._node, self._label = node, label
+        first = buffers[0]
+        mine = slices(first.size, node.size, first.dtype.itemsize)[node.rank]
+        self._combine = combiner([b[mine] for b in buffers], node.rank, op, spread=True)
+
+    def run(self, buffer: np.ndarray) -> None:
+        """Combines the buffers; `buffer` is this rank's."""
+        rendezvous = self._node.rendezvous
+        step = rendezvous.meet_alike(self._label)
+        self._node.quiet(self._combine)
+        rendezvous.meet(REDUCED, step)
+
+
+def slices(length: int, ranks: int, itemsize: int) -> list[slice]:
+    """Returns each rank's slice, cut where a cache line ends.
+
+    Example:
+        >>> slices(40, 2, 4)
+        [slice(0, 16, None), slice(16, 40, None)]
+    """
+    line = max(1, _LINE // itemsize)
+    cuts = [length * rank // ranks // line * line for rank in range(ranks)]
+    cuts.append(length)
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def combiner(
+    parts: Sequence[np.ndarray], rank: int, op: Op, *, spread: bool
+) -> Callable[[], None]:
+    """Returns a function that combines arrays of all ranks, in cache-sized pieces.
+
+    Args:
+        parts: each rank's array, by rank. Those narrower than float32 are combined
+            in float32 and rounded once.
+        rank: whose array takes the result.
+        op: the operation.
+        spread: whether all others take it too.
+    """
+    ufunc, first = UFUNCS[op], parts[0]
+    narrow = first.dtype.itemsize < 4 and first.dtype.kind in "fV"
+    step = max(1, min(_PIECE // first.dtype.itemsize, first.size))
+    pieces = [
+        [part[i : i + step] for part in parts] for i in range(0, first.size, step)
+    ]
+    scratch = np.empty(
+        step if narrow or len(parts) > 2 else 0, np.float32 if narrow else first.dtype
+    )
+    other = np.empty(step if narrow else 0, np.float32)
+
+    def combine_narrow(piece: list[np.ndarray], into: np.ndarray) -> None:
+        sums, term = scratch[: into.size], other[: into.size]
+        sums[...] = piece[0]
+        for part in piece[1:]:
+            term[...] = part
+            ufunc(sums, term, out=sums)
+        into[...] = sums
+
+    def combine_wide(piece: list[np.ndarray], into: np.ndarray) -> None:
+        # Elsewhere first: this rank's own terms may not have had their turn.
+        sums, *terms = piece
+        for part in terms[:-1]:
+            out = scratch[: into.size]
+            ufunc(sums, part, out=out)
+            sums = out
+        ufunc(sums, terms[-1], out=into)
+
+    combine_piece = combine_narrow if narrow else combine_wide
+
+    def combine() -> None:
+        for piece in pieces:
+            into = piece[rank]
+            combine_piece(piece, into)
+            if spread:
+                result = into.view(np.uint8)
+                for part in piece:
+                    if part is not into:
+                        copy_bytes(result, part.view(np.uint8))
+
+    return combine
