@@ -298,12 +298,13 @@ def stalled(
     more = len(late) + len(silent) - len(parts)
     if more > 0:
         parts.append(f"{more} more ranks are late or silent")
+    at = "" if wait.name == END else f", at {wait.where}"
     if not parts:
         parts.append("all ranks have entered it")
     return Verdict(
         STALLED,
-        f"{describe(wait.name, wait.call)}, entered at {wait.where}, has waited for "
-        f"{wait.age:.0f} s: {'; '.join(parts)}.",
+        f"ranks have waited {wait.age:.0f} s in {describe(wait.name, wait.call)}{at}: "
+        f"{'; '.join(parts)}.",
         f"The limit is {timeout:g} s; where such a wait is right, raise it by "
         "distkeras.init(timeout=seconds) or DISTKERAS_TIMEOUT (0: no limit).",
     )
@@ -351,11 +352,11 @@ def report(
 def _standing(state: State, wait: Wait) -> tuple[str, str, str]:
     """Returns what a rank does, where, and its stack."""
     if state.left:
-        return "has ended its script", state.where, state.stack
+        return "the script has ended", state.where, state.stack
     if state.waits:
         inner = max(state.waits, key=lambda w: (w.name == wait.name, -w.age))
-        what = f"waits in {describe(inner.name, inner.call)}"
+        what = f"in {describe(inner.name, inner.call)}"
         return what, inner.where, state.stack
     late = state.entered.get(wait.name, 0) < wait.call.number
-    what = f"has not entered {describe(wait.name, wait.call)}" if late else "goes on"
+    what = f"late for {describe(wait.name, wait.call)}" if late else "going on"
     return what, state.where, state.stack

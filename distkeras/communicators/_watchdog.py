@@ -97,7 +97,6 @@ class _Inquiry:
     """A question to the other members of a communicator, and the answers so far."""
 
     wait: Wait
-    final: bool
     deadline: float
     expected: frozenset[int]
     states: dict[int, State]
@@ -182,10 +181,8 @@ class _Watchdog:
         turn = min(wait.members.index(self._rank), 20) * _TURN
         due = wait.call.since + check + min(turn, check)
         if now >= max(due, self._next, self._quiet_until):
-            # Of those that wait, the first has asked for all of them.
-            final = self._is_late(wait)
             self._next = now + check
-            self._ask(wait, final=final)
+            self._ask(wait)
 
     def _check_interval(self) -> float:
         return min(_CHECK, self.timeout / 3) if self.timeout else _CHECK
@@ -249,7 +246,8 @@ class _Watchdog:
 
     # Questions and answers
 
-    def _ask(self, wait: Wait, *, final: bool) -> None:
+    def _ask(self, wait: Wait) -> None:
+        """Asks the other members where they stand."""
         now = time.monotonic()
         mine = self._state(wait.name, wait.call.number)
         # With its place, which is only looked up now.
@@ -261,11 +259,11 @@ class _Watchdog:
             others = frozenset()
         for rank in others:
             # Messages to a rank that does not read them must not pile up.
-            if final or now - self._unanswered.get(rank, -math.inf) > 6 * _CHECK:
+            if now - self._unanswered.get(rank, -math.inf) > 6 * _CHECK:
                 self._unanswered[rank] = now
                 self._send(rank, ("ask", wait.name, wait.call.number))
-        deadline = now + _PATIENCE * (1.5 if final else 1)
-        self._inquiry = _Inquiry(wait, final, deadline, others, {self._rank: mine})
+        deadline = now + _PATIENCE
+        self._inquiry = _Inquiry(wait, deadline, others, {self._rank: mine})
 
     def _send(self, rank: int, message: Any) -> None:
         data = _pack(message)
@@ -305,7 +303,7 @@ class _Watchdog:
             gone = [r for r, why in silent.items() if why == _GONE]
             if gone:
                 verdict = _stall.gone(gone, wait)
-            elif inquiry.final and not (
+            elif self._is_late(wait) and not (
                 wait.name == END and self._others_work(wait, states, silent, now)
             ):
                 verdict = _stall.stalled(wait, states, silent, self.timeout)
