@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
+from distkeras import _logging
 from distkeras._launcher import Launcher
 
 # What does instead what a variable did, for those that people set.
@@ -28,7 +28,7 @@ _INSTEAD = {
 def warn_of_ignored_variables(
     environ: Mapping[str, str], launcher: Launcher | None
 ) -> None:
-    """Warns, on rank 0, of `HOROVOD_*` variables: they have no effect.
+    """Logs a warning, on rank 0, of `HOROVOD_*` variables: they have no effect.
 
     Args:
         environ: the environment.
@@ -41,10 +41,10 @@ def warn_of_ignored_variables(
         f"  {name}: {_INSTEAD[name]}" if name in _INSTEAD else f"  {name}"
         for name in names
     ]
-    warnings.warn(
-        "These variables are Horovod's and have no effect. Instead:\n"
-        + "\n".join(lines)
-        + "\nRanks are started by `distkeras run` or mpiexec, not by horovodrun.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    text = "\n".join(["These Horovod variables have no effect. Instead:", *lines])
+    if "HOROVOD_RANK" in names and launcher is None:
+        text += (
+            "\nThis process was started by horovodrun and finds no other ranks: start "
+            "the script by `distkeras run` or mpiexec."
+        )
+    _logging.configure(0).warning("%s", text)
