@@ -37,11 +37,11 @@ KINDS = ["single", "world"]
 if discover(os.environ) is not None:
     KINDS += ["mpi", "self", "chunks", "shared", "shared chunks", "shared slices"]
 
-# By kind: chunks of one cache line, and slices where each would do it all.
+# By kind: chunks of few cache lines, and slices where each would do it all.
 SHARED = {
     "shared": {},
-    "shared chunks": {"chunk_bytes": 64, "direct_bytes": 1 << 20},
-    "shared slices": {"chunk_bytes": 192, "direct_bytes": 0},
+    "shared chunks": {"chunk_bytes": 320, "direct_bytes": 1 << 20},
+    "shared slices": {"chunk_bytes": 448, "direct_bytes": 0},
 }
 
 

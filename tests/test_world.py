@@ -144,7 +144,8 @@ def test_another_choice_comes_too_late(world: Communicator) -> None:
     other = "mpi" if world.name == "single" else "single"
     with pytest.raises(CommunicatorError, match=f"{world.name!r} already.*{other!r}"):
         distkeras.init(other)
-    with pytest.raises(CommunicatorError, match="one of single, mpi, nccl.*'gloo'"):
+    words = "single, mpi, shared_memory, nccl"
+    with pytest.raises(CommunicatorError, match=f"one of {words}.*'gloo'"):
         distkeras.init("gloo")
 
 
@@ -226,7 +227,7 @@ def test_alone_imports_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("word", ("single", "mpi"))
+@pytest.mark.parametrize("word", ("single", "mpi", "shared_memory"))
 def test_alone_by_the_word_of_the_environment(tmp_path: Path, word: str) -> None:
     result = alone(
         tmp_path,
@@ -246,9 +247,7 @@ def test_an_unknown_word_is_an_error(tmp_path: Path) -> None:
     text = "import distkeras; distkeras.init()"
     result = alone(tmp_path, text, DISTKERAS_COMMUNICATOR="gloo")
     assert result.code == 1
-    assert "Expected DISTKERAS_COMMUNICATOR to be one of single, mpi, nccl" in (
-        result.output
-    )
+    assert "to be one of single, mpi, shared_memory, nccl" in result.output
 
 
 @pytest.mark.launches
@@ -304,7 +303,7 @@ def test_together(tmp_path: Path) -> None:
         """,
     )
     assert result.code == 0, result.tail
-    assert result.output.startswith("mpi (3 ranks on 1 node, Open MPI")
+    assert result.output.startswith("shared_memory (3 ranks on 1 node, Open MPI")
     assert "started by Open MPI's mpiexec; no nccl: " in result.output
 
 

@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distkeras._errors import CommunicatorError
+from distkeras.communicators._steps import Label
+from distkeras.communicators._steps import Steps
+from distkeras.communicators._steps import describe
+from distkeras.communicators._waiting import Calls
 
 HEADER_BYTES = 1024
 """Room for one rank's flags, at the start of its part of the shared memory."""
@@ -29,9 +33,6 @@ _YIELDS = 700  # about half a millisecond
 _LONGEST_SLEEP = 1e-3  # seconds
 _SHORTEST_SLEEP = 2e-5
 _BETWEEN_CHECKS = 0.1
-
-Label = int
-"""What a rank does in a step, in 63 bits: compared over ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Rendezvous:
         headers: `HEADER_BYTES` of each rank, by rank: cleared, and shared.
         processes: each rank's process, by rank.
         fence: orders memory accesses.
-        describe: puts a label in words, for the message about different ones.
+        calls: the calls of the communicator that the ranks have otherwise.
 
     Attributes:
         step: the number of the newest step.
@@ -125,7 +126,7 @@ class Rendezvous:
         headers: Sequence[memoryview],
         processes: Sequence[Process],
         fence: Callable[[], None],
-        describe: Callable[[Label], str],
+        calls: Calls,
     ) -> None:
         words = [header.cast("B")[:HEADER_BYTES].cast("q") for header in headers]
         self.step = 0
@@ -135,7 +136,7 @@ class Rendezvous:
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
         self._processes = processes
         self._fence = fence
-        self._describe = describe
+        self._steps = Steps(calls, lambda: self.step, self._label)
         cores = frozenset[int]().union(*(p.cores for p in processes))
         # Where ranks share cores, the one waited for may need this very core.
         self._spins = 1000 if len(cores) >= len(processes) else 20
@@ -185,15 +186,20 @@ class Rendezvous:
                 self._raise_different(place)
         return step
 
+    def _label(self, step: int) -> Label:
+        """Returns this rank's label of the newest step, or of the one before."""
+        return self._mine[_LABEL + (step & 1)]
+
     def release(self) -> None:
         """Lets go of the shared memory; it cannot be used afterwards."""
+        self._steps.close()
         self._mine.release()
         for _, words in self._others:
             words.release()
 
     def _raise_different(self, place: int) -> None:
         words = sorted([*self._others, (self._rank, self._mine)])
-        lines = [f"  rank {r}: {self._describe(w[place])}" for r, w in words]
+        lines = [f"  rank {r}: {describe(w[place])}" for r, w in words]
         raise CommunicatorError(
             "\n".join(
                 [
@@ -211,12 +217,15 @@ class Rendezvous:
         for _ in range(self._spins):
             if words[word] >= step:
                 return
-        start = time.perf_counter()
         for _ in range(_YIELDS):
             if words[word] >= step:
                 return
             os.sched_yield()
-        checked = start
+        with self._steps.waits(step):
+            self._sleep(rank, words, word, step)
+
+    def _sleep(self, rank: int, words: memoryview, word: int, step: int) -> None:
+        start = checked = time.perf_counter()
         while words[word] < step:
             now = time.perf_counter()
             if now - checked > _BETWEEN_CHECKS:

@@ -14,14 +14,12 @@ from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
-from distkeras.communicators._checks import OPS
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._mpi import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
-from distkeras.communicators._rendezvous import Label
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
 from distkeras.communicators._shared_reduction import Direct
@@ -31,13 +29,9 @@ from distkeras.communicators._shared_reduction import Reduction
 from distkeras.communicators._shared_reduction import Sliced
 from distkeras.communicators._shared_window import SharedWindow
 from distkeras.communicators._shared_window import lacking_room
-
-# In labels by their places here. Half precision is combined in float32.
-_DTYPES = (
-    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"),
-    *("uint64", "float16", "bfloat16", "float32", "float64"),
-)
-_BARRIER = 0
+from distkeras.communicators._steps import BARRIER
+from distkeras.communicators._steps import DTYPES
+from distkeras.communicators._steps import make_label
 
 # Flags of NumPy's arrays: C-contiguous, aligned, writeable.
 _USABLE = 0x1 | 0x100 | 0x400
@@ -199,7 +193,7 @@ class SharedMemoryCommunicator(Communicator):
         )
         if place is not None:
             buffers = self._allocated[place][1]
-            label = _label(buffer, op, place + 1)
+            label = make_label(buffer, op, place + 1)
             self._in_place[id(buffer), op] = InPlace(node, label, buffers, op)
             self._in_place[id(buffer), op].run(buffer)
             return
@@ -218,14 +212,14 @@ class SharedMemoryCommunicator(Communicator):
         """Whether this is for shared memory; the same on all ranks."""
         return (
             isinstance(buffer, np.ndarray)
-            and buffer.dtype.name in _DTYPES
+            and buffer.dtype.name in DTYPES
             and buffer.dtype.isnative
             and buffer.size > 0
         )
 
     def _prepare(self, node: Node, buffer: np.ndarray, op: Op) -> Reduction:
         """Returns the fastest reduction for buffers like this; collective."""
-        dtype, label = buffer.dtype, _label(buffer, op)
+        dtype, label = buffer.dtype, make_label(buffer, op)
         if buffer.nbytes > self._slot_bytes < self._chunk_bytes:
             # Only together, and only if all are about to.
             node.rendezvous.meet_alike(label)
@@ -254,7 +248,7 @@ class SharedMemoryCommunicator(Communicator):
             [part[:HEADER_BYTES].data for part in window.parts],
             self._host.allgather_object(Process.this()),
             window.sync,
-            _describe,
+            self._host.calls,
         )
         self._control, self._slot_bytes = window, slot
         self._slots = _slots(window, HEADER_BYTES, slot)
@@ -334,7 +328,7 @@ class SharedMemoryCommunicator(Communicator):
         if node is None:
             self._host.barrier()
         else:
-            node.rendezvous.meet_alike(_BARRIER)
+            node.rendezvous.meet_alike(BARRIER)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Returns rank `root`'s object, by MPI."""
@@ -370,13 +364,13 @@ class SharedMemoryCommunicator(Communicator):
         self._reductions.clear()
         self._in_place.clear()
         node, self._node = self._node, None
-        if node is not None and node.rendezvous.broken is not None:
-            return
+        if node is not None:
+            node.rendezvous.release()
+            if node.rendezvous.broken is not None:
+                return
         windows = [window for window, _ in self._allocated]
         windows += [w for w in (self._staging, self._control) if w is not None]
         self._allocated.clear()
-        if node is not None:
-            node.rendezvous.release()
         if not load_mpi().Is_finalized():
             for window in windows:
                 window.free()
@@ -387,19 +381,3 @@ def _slots(window: SharedWindow, start: int, size: int) -> list[list[np.ndarray]
     """Returns the bytes of two slots that begin at `start`, by slot and rank."""
     begins = (start, start + size)
     return [[part[b : b + size] for part in window.parts] for b in begins]
-
-
-def _label(buffer: np.ndarray, op: Op, place: int = 0) -> Label:
-    """Returns what must be the same on all ranks in an allreduce, as a number."""
-    dtype = _DTYPES.index(buffer.dtype.name)
-    return ((buffer.size << 12 | place) << 8 | dtype) << 4 | 1 + OPS.index(op)
-
-
-def _describe(label: Label) -> str:
-    """Returns a label in words."""
-    if label == _BARRIER:
-        return "barrier"
-    op, dtype = OPS[(label & 15) - 1], _DTYPES[label >> 4 & 255]
-    place, length = label >> 12 & 4095, label >> 24
-    where = f", number {place} of those from `allocate`" if place else ""
-    return f"allreduce ({op}) of {length} {dtype}{where}"

@@ -22,9 +22,10 @@ from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._single import SingleCommunicator
+from distkeras.communicators._shared_memory import SharedMemoryCommunicator
 
 VARIABLE = "DISTKERAS_COMMUNICATOR"
-WORDS = ("single", "mpi", "nccl")
+WORDS = ("single", "mpi", "shared_memory", "nccl")
 
 
 @dataclasses.dataclass
@@ -52,10 +53,11 @@ def init(
     exception on one rank end the whole job, and watches that no rank waits for ever.
 
     Args:
-        communicator: "single", "mpi" or "nccl". By default what the environment
-            variable `DISTKERAS_COMMUNICATOR` says, else what fits: `nccl` if
-            the job has several processes and every one of them can use its
-            GPU by CuPy and NCCL, `mpi` if it has several, `single` otherwise.
+        communicator: "single", "mpi", "shared_memory" or "nccl". By default what the
+            environment variable `DISTKERAS_COMMUNICATOR` says, else what fits. For
+            one process that is `single`. For several: `nccl` if every one of them
+            can use its GPU by CuPy and NCCL, else `shared_memory` if all are on one
+            node, else `mpi`.
         timeout: seconds that a rank may wait for others in a collective, before the
             job is ended with a report of where each rank stands; 0 for no limit. By
             default what the environment variable `DISTKERAS_TIMEOUT` says, else 600.
@@ -175,8 +177,9 @@ def _create_alone(word: str | None, origin: str, launcher: Launcher | None) -> _
             stacklevel=4,
         )
         return _World(SingleCommunicator(), f"single ({why}; MPI cannot be loaded)")
-    if word == "mpi":
-        return _World(host, _line(host, host.library, f"{origin}={word}"))
+    if word in ("mpi", "shared_memory"):
+        made = host if word == "mpi" else SharedMemoryCommunicator(host)
+        return _World(made, _line(made, host.library, f"{origin}={word}"))
     nccl = NCCLCommunicator(host)
     return _World(nccl, _line(nccl, nccl.library, f"{origin}={word}"))
 
@@ -197,8 +200,9 @@ def _create_together(
         word, why = _choose(host, launcher)
     if word == "single":
         return _separate(host, origin)
-    if word == "mpi":
-        return _World(host, _line(host, host.library, why, device))
+    if word in ("mpi", "shared_memory"):
+        made = host if word == "mpi" else SharedMemoryCommunicator(host)
+        return _World(made, _line(made, host.library, why, device))
     nccl = NCCLCommunicator(host)
     library = f"{nccl.library}, {host.library}"
     return _World(nccl, _line(nccl, library, why, device))
@@ -212,7 +216,9 @@ def _choose(host: Communicator, launcher: Launcher) -> tuple[str, str]:
     if not lacking:
         return "nccl", why
     where = "" if len(lacking) == host.size else f" on {name_ranks(lacking)}"
-    return "mpi", f"{why}; no nccl{where}: {reasons[lacking[0]]}"
+    together = host.local_size == host.size
+    word = "shared_memory" if together else "mpi"
+    return word, f"{why}; no nccl{where}: {reasons[lacking[0]]}"
 
 
 def _pin(host: Communicator) -> str:
