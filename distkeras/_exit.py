@@ -1,5 +1,7 @@
 """How a rank that fails leaves: what its launcher must be told, and when."""
 
+import signal
+
 INTERRUPTED = 130
 """The exit code that a shell reports for a program that Ctrl-C ended."""
 
@@ -11,6 +13,9 @@ OUT_OF_STEP = 122
 
 STALLED = 124
 """The exit code when ranks have waited longer than `timeout` (as of `timeout`(1))."""
+
+STACKS = getattr(signal, "SIGRTMAX", 64) - 3
+"""The signal on which a rank writes its Python stacks; libraries leave it alone."""
 
 LAST_WORDS = 0.5
 """Seconds between the last output and the end of the job.

@@ -32,6 +32,7 @@ from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import visible_devices
 from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._waiting import Calls
 
 # ncclDataType_t; CuPy's table ends before bfloat16.
 _DTYPES = {
@@ -145,6 +146,9 @@ class NCCLCommunicator(Communicator):
         self._nccl: Any = None
         self._stream: Any = None
         self._closed = False
+        self._finished: Any = None
+        self._calls = Calls(self._host.calls.members, self._host.calls)
+        self._calls.pending = self._works
         self._device = self._find_device()
 
     def _find_device(self) -> int:
@@ -224,7 +228,8 @@ class NCCLCommunicator(Communicator):
         floating = buffer.dtype.kind not in "iu"
         if not buffer.size:
             return
-        with self._ordered(stream) as (nccl, own):
+        noted = self._calls("allreduce", buffer.nbytes, op)
+        with noted, self._ordered(stream) as (nccl, own):
             if not (floating and op in ("min", "max")):
                 self._reduce(nccl, own, buffer, number, op)
                 return
@@ -261,7 +266,8 @@ class NCCLCommunicator(Communicator):
             mine.data.copy_from_device_async(buffer.data, buffer.nbytes, caller)
             everyone = cupy.empty((self.size, longest), "uint8")
         if longest:
-            with self._ordered(stream) as (nccl, own):
+            noted = self._calls("allgather", longest)
+            with noted, self._ordered(stream) as (nccl, own):
                 nccl.allGather(
                     mine.data.ptr, everyone.data.ptr, longest, _BYTE, own.ptr
                 )
@@ -286,7 +292,8 @@ class NCCLCommunicator(Communicator):
         check_buffer(buffer, writable=True)
         if not buffer.size:
             return
-        with self._ordered(stream) as (nccl, own):
+        noted = self._calls("broadcast", buffer.nbytes, root)
+        with noted, self._ordered(stream) as (nccl, own):
             at = buffer.data.ptr
             nccl.broadcast(at, at, buffer.nbytes, _BYTE, root, own.ptr)
 
@@ -320,7 +327,7 @@ class NCCLCommunicator(Communicator):
         check_open(self._closed)
         if self._nccl is None:
             return
-        with self._device_context():
+        with self._calls.again(), self._device_context():
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
             with self._failures():
@@ -344,7 +351,15 @@ class NCCLCommunicator(Communicator):
             with self._device_context():
                 self._nccl.destroy()
         self._closed = True
+        self._calls.close()
         self._host.close()
+
+    def _works(self) -> bool:
+        """Whether device work is not done yet; for the watchdog's thread."""
+        if self._finished is None:
+            return False
+        with self._device_context():
+            return not self._finished.done
 
     def _device_context(self) -> Any:
         """CUDA's current device is a thread's own, and a step runs on many."""
@@ -366,6 +381,7 @@ class NCCLCommunicator(Communicator):
                 finished = self._cupy.cuda.Event(disable_timing=True)
                 finished.record(own)
                 caller.wait_event(finished)
+                self._finished = finished
 
     def _connect(self) -> Any:
         """Returns NCCL's communicator, connected at the first call; collective."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -66,6 +67,8 @@ class Calls:
             order.
         members: as given.
         current: the call that has not returned yet.
+        pending: tells whether the last call's work goes on after its return, as on a
+            device; None if it cannot.
         recent: the last calls, the newest at the end.
 
     Example:
@@ -78,12 +81,13 @@ class Calls:
         >>> calls.close()
     """
 
-    __slots__ = ("_previous", "current", "members", "name", "recent")
+    __slots__ = ("_previous", "current", "members", "name", "pending", "recent")
 
     def __init__(self, members: Sequence[int], parent: Calls | None = None) -> None:
         self.members = tuple(members)
         self.name = _new_name(self.members, parent)
         self.current: Call | None = None
+        self.pending: Callable[[], bool] | None = None
         self.recent: collections.deque[Call] = collections.deque(maxlen=_KEPT)
         self._previous = 0
         _open[self.name] = self
@@ -103,6 +107,15 @@ class Calls:
         # One assignment each: the watchdog's thread sees all of a call or nothing.
         self.recent.append(call)
         self.current = call
+        return self
+
+    def again(self) -> Calls:
+        """Notes that a thread waits for the last call's work; no call of its own."""
+        if self.recent:
+            last = self.recent[-1]
+            self.current = last._replace(
+                since=time.monotonic(), thread=threading.get_ident()
+            )
         return self
 
     def __enter__(self) -> None:

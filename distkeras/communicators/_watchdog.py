@@ -16,11 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import faulthandler
 import math
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -29,7 +27,9 @@ from typing import Any
 
 from distkeras._errors import CommunicatorError
 from distkeras._exit import LAST_WORDS
+from distkeras._exit import STACKS
 from distkeras._exit import STALLED
+from distkeras.communicators import _dump
 from distkeras.communicators import _failure
 from distkeras.communicators import _stacks
 from distkeras.communicators import _stall
@@ -138,7 +138,7 @@ class _Watchdog:
         self._quiet_until = 0.0
         self._warned = False
         self._working_since = 0.0
-        self._dumps = _register_dump()
+        self._dumps = _dump.register()
         self._keyval: Any = None
         self._thread = threading.Thread(
             target=self._run, name="distkeras-watchdog", daemon=True
@@ -202,12 +202,16 @@ class _Watchdog:
         drivers: list[int] | None = None
         for calls in _waiting.open_calls():
             call = calls.current
+            driver, place = "", ""
+            if call is None:
+                call = _pending(calls, now)
+                driver = "other"  # the host may go on
             if call is None:
                 continue
-            driver, place = "", ""
-            if places:
+            if places and not driver:
                 drivers = _waiting.calling_threads() if drivers is None else drivers
                 driver = _driver(call.thread, drivers)
+            if places:
                 place = _stacks.where(call.thread)
             name = END if calls is self._end else calls.name
             found.append(
@@ -320,6 +324,8 @@ class _Watchdog:
     def _still_waits(self, wait: Wait) -> bool:
         calls = self._end if wait.name == END else _waiting.find_calls(wait.name)
         call = None if calls is None else calls.current
+        if call is None and calls is not None:
+            call = _pending(calls, time.monotonic())
         return call is not None and call.number == wait.call.number
 
     def _silent(self, inquiry: _Inquiry) -> dict[int, str]:
@@ -412,7 +418,7 @@ class _Watchdog:
         for rank, why in silent.items():
             if self._dumps and why == _SILENT["alive"]:
                 with contextlib.suppress(OSError):
-                    os.kill(self._peers[rank].pid, _DUMP_SIGNAL)
+                    os.kill(self._peers[rank].pid, STACKS)
                     sent = True
         if sent:
             time.sleep(LAST_WORDS)
@@ -457,7 +463,7 @@ class _Watchdog:
         if keyval is not None and not self._mpi.Is_finalized():
             self._mpi.COMM_SELF.Delete_attr(keyval)
         if self._dumps:
-            faulthandler.unregister(_DUMP_SIGNAL)
+            _dump.unregister()
             self._dumps = False
 
     def _stop_before_finalization(self) -> None:
@@ -485,17 +491,13 @@ _SILENT = {
     None: "does not answer: it is stopped, or holds Python's lock, or its host is gone",
 }
 
-# A signal that libraries leave alone.
-_DUMP_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
 
-
-def _register_dump() -> bool:
-    """Makes this process write its Python stacks on a signal, without Python's lock."""
-    try:
-        faulthandler.register(_DUMP_SIGNAL, all_threads=True)
-    except (OSError, RuntimeError, ValueError, AttributeError):
-        return False  # no such signal, or `sys.stderr` is no file
-    return True
+def _pending(calls: _waiting.Calls, now: float) -> _waiting.Call | None:
+    """Returns the last call if its work is not done long after its return."""
+    if calls.pending is None or not calls.recent:
+        return None
+    last = calls.recent[-1]
+    return last if now - last.since >= _CHECK and calls.pending() else None
 
 
 def _driver(thread: int, calling: list[int]) -> str:

@@ -13,6 +13,7 @@ from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.communicators import _device
 from distkeras.communicators import _failure
+from distkeras.communicators import _startup
 from distkeras.communicators import _watchdog
 from distkeras.communicators._agreement import agree
 from distkeras.communicators._agreement import collectively
@@ -21,8 +22,8 @@ from distkeras.communicators._base import Communicator
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
-from distkeras.communicators._single import SingleCommunicator
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
+from distkeras.communicators._single import SingleCommunicator
 
 VARIABLE = "DISTKERAS_COMMUNICATOR"
 WORDS = ("single", "mpi", "shared_memory", "nccl")
@@ -188,10 +189,11 @@ def _create_together(
     word: str | None, origin: str, launcher: Launcher, timeout: float
 ) -> _World:
     """Makes the world of one of several processes; collective."""
-    host = MPICommunicator()
-    _check_size(launcher, host)
-    _failure.install(host)
-    _watchdog.start(host, timeout)
+    with _startup.guard(timeout, launcher.local_size):
+        host = MPICommunicator()
+        _check_size(launcher, host)
+        _failure.install(host)
+        _watchdog.start(host, timeout)
     agree(host, "the choice of communicator", [f"{VARIABLE}={word or '(automatic)'}"])
     device = _pin(host)
     if word is not None:

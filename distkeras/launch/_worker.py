@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import runpy
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
+from distkeras._exit import STACKS
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.launch import _node
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if launcher is not None:
         _die_with_parent()
         prepare(os.environ, launcher)
+        # For ranks that wait for this one to start MPI.
+        with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
+            faulthandler.register(STACKS, all_threads=True)
     _write_whole_lines()
     try:
         _run_as_main(words)

@@ -1,0 +1,25 @@
+"""Python stacks of a process that holds Python's lock, on a signal from outside."""
+
+from __future__ import annotations
+
+import faulthandler
+
+from distkeras._exit import STACKS
+
+
+def register() -> bool:
+    """Makes this process write its stacks to stderr on the signal `STACKS`.
+
+    Returns:
+        Whether it does: not where there is no such signal or no file as stderr.
+    """
+    try:
+        faulthandler.register(STACKS, all_threads=True)
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def unregister() -> None:
+    """Gives the signal back to the system."""
+    faulthandler.unregister(STACKS)
