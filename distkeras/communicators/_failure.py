@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 from typing import NoReturn
 
+from distkeras import _leftovers
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
 from distkeras.communicators._base import Communicator
@@ -112,6 +113,7 @@ def _excepthook(
 
 def _abort(watch: _Watch, code: int) -> None:
     time.sleep(LAST_WORDS)
+    _leftovers.remove_own()
     watch.communicator.abort(code)
 
 

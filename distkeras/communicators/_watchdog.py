@@ -25,6 +25,7 @@ import time
 import zlib
 from typing import Any
 
+from distkeras import _leftovers
 from distkeras._errors import CommunicatorError
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
@@ -152,11 +153,11 @@ class _Watchdog:
         try:
             while not self._stop.wait(_POLL):
                 self._tick()
-        except self._mpi.Exception as error:
+        except Exception as error:  # MPI's, where a peer is lost and MPI goes on
             if not self._stop.is_set():
                 _failure.write(
-                    f"[distkeras] rank {self._rank}: the watchdog stops, MPI failed: "
-                    f"{error}"
+                    f"[distkeras] rank {self._rank}: the watchdog stops: "
+                    f"{type(error).__name__}: {error}"
                 )
 
     def _tick(self) -> None:
@@ -530,6 +531,7 @@ def _pack(message: Any) -> bytes:
 def end_job(host: MPICommunicator, code: int, *, speaks: bool = True) -> None:
     """Ends all ranks from a thread, whatever the others of this process do."""
     time.sleep(LAST_WORDS)
+    _leftovers.remove_own()
     if speaks:
         threading.Thread(target=host.abort, args=(code,), daemon=True).start()
         time.sleep(_GRACE)

@@ -10,13 +10,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+from distkeras import _leftovers
+
 _PR_SET_PDEATHSIG = 1
+# Seconds for ranks that their launcher has just killed.
+_DYING = 0.3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Open MPI writes "[1,3]<stdout>: text" (job, rank), others "[3] text".
 _OPEN_MPI_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>: ?")
@@ -124,6 +129,7 @@ def run(
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    began = time.time()
     process = start(command, environ, piped=tagged)
     with _passing_signals_to(process, grace) as received:
         pumps = [
@@ -139,6 +145,9 @@ def run(
         code = process.wait()
         for pump in pumps:
             pump.join()
+    if received or code:
+        time.sleep(_DYING)
+        _leftovers.remove_unused(began)
     if received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code

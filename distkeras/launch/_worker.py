@@ -22,6 +22,7 @@ from collections.abc import MutableMapping
 from collections.abc import Sequence
 from typing import Any
 
+from distkeras import _leftovers
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
@@ -172,6 +173,7 @@ def _end_job(code: int) -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized():
+            _leftovers.remove_own()
             mpi.COMM_WORLD.Abort(code)
         return
     connection = os.environ.get("PMI_FD", "")
