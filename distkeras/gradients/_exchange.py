@@ -16,7 +16,6 @@ import numpy as np
 
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
-from distkeras.gradients._plan import ALIGNMENT
 from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES
 from distkeras.gradients._plan import HEADER
 from distkeras.gradients._plan import Bucket
@@ -90,7 +89,7 @@ class GradientExchange:
         self._stop_seen = False
         self._also_close: list[Callable[[], None]] = []
         self._plans: dict[tuple[int, ...], Plan] = {}
-        self._buffers: dict[tuple[int, int], np.ndarray] = {}
+        self._buffers: dict[tuple[int, int], tuple[Plan, np.ndarray]] = {}
 
     def __deepcopy__(self, memo: object) -> GradientExchange:
         # A copy of a model or optimizer goes on talking to the same ranks.
@@ -322,8 +321,10 @@ class GradientExchange:
         key = (id(plan), number)
         if key not in self._buffers:
             bucket = plan.buckets[number]
-            self._buffers[key] = _aligned_zeros(bucket.length, bucket.dtype)
-        return self._buffers[key]
+            buffer = self.communicator.allocate(bucket.length, bucket.dtype)
+            # With the plan, whose identity must not be given to another.
+            self._buffers[key] = (plan, buffer)
+        return self._buffers[key][1]
 
     @staticmethod
     def _pack_mean(
@@ -353,10 +354,3 @@ class GradientExchange:
             return
         for place, array in zip(bucket.placements, arrays, strict=True):
             buffer[place.offset : place.offset + place.length] = array.reshape(-1)
-
-
-def _aligned_zeros(length: int, dtype: np.dtype) -> np.ndarray:
-    """Returns zeros whose first byte is aligned for zero-copy hand-over."""
-    raw = np.zeros(length * dtype.itemsize + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + length * dtype.itemsize].view(dtype)

@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-ALIGNMENT = 64
-"""Bytes. TensorFlow aborts the process on a less aligned zero-copy tensor."""
+from distkeras.communicators._base import ALIGNMENT
 
 HEADER = 64
 """Bytes at the start of every bucket that carry the flags of the step."""
