@@ -314,9 +314,10 @@ class MPICommunicator(Communicator):
         problem: Exception | None = None
         if self._rank == root:
             failed, data, problem = _pickle(obj)
-        head = np.array([data.size, failed], np.int64)
         with self._calls("broadcast_object", data.size, root):
+            head = np.array([data.size, failed, self._calls.entered], np.int64)
             self._comm.Bcast(head, root=root)
+            self._check_number(root, int(head[2]))
             if self._rank != root:
                 data = np.empty(int(head[0]), np.uint8)
             self._broadcast_bytes(data, root)
@@ -335,18 +336,41 @@ class MPICommunicator(Communicator):
         """
         check_open(self._closed)
         failed, data, problem = _pickle(obj)
-        flagged = np.concatenate([np.array([failed], np.uint8), data])
         with self._calls("allgather_object", data.size):
-            parts = self._allgather_bytes(flagged)
+            head = np.array([failed, self._calls.entered], np.int64)
+            parts = self._allgather_bytes(np.concatenate([_as_bytes(head), data]))
+            heads = [part[: head.nbytes].tobytes() for part in parts]
+            parts = [part[head.nbytes :] for part in parts]
+            flags = []
+            for rank, theirs in enumerate(heads):
+                # A message of another call may be of any length.
+                flag, number = np.frombuffer(theirs.ljust(16, b"\0"), np.int64)
+                self._check_number(rank, int(number))
+                flags.append(bool(flag))
         failures = {
-            rank: bytes(part[1:]).decode() for rank, part in enumerate(parts) if part[0]
+            rank: bytes(part).decode() for rank, part in enumerate(parts) if flags[rank]
         }
         if failures:
             _raise_unpicklable(failures, problem)
         return [
-            obj if rank == self._rank else pickle.loads(part[1:].data)
+            obj if rank == self._rank else pickle.loads(part.data)
             for rank, part in enumerate(parts)
         ]
+
+    def _check_number(self, rank: int, number: int) -> None:
+        """Raises if a rank's message belongs to another call than this one.
+
+        The root of a broadcast waits for nobody: what it alone has sent arrives when
+        the others broadcast the next time.
+        """
+        mine = self._calls.entered
+        if number != mine:
+            raise CommunicatorError(
+                f"Expected all ranks to make the same calls in the same order. "
+                f"Received: call {number} of rank {rank} on a communicator on which "
+                f"rank {self._rank} is at call {mine}. Rank {rank} has made a call "
+                "that others have not, or the other way round."
+            )
 
     def duplicate(self) -> MPICommunicator:
         """Returns the same group with a message space of its own; collective."""

@@ -1,0 +1,376 @@
+"""Jobs with a fault in them: which, where, how they end, and the table of it.
+
+The job is a training loop reduced to its collectives, or a real `Trainer.fit`. At one
+stage, on one rank, the fault happens. What is looked at: how long the other ranks
+outlive it, the exit code, what the output says, and what is left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import mpi_runtimes
+
+STAGES = ("start-up", "step", "validation", "checkpoint", "end")
+RANKS = 3
+TIMEOUT = 3.0  # seconds of DISTKERAS_TIMEOUT where a rank is stuck
+LIMIT = 10.0  # seconds within which all ranks must be gone
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One way in which a rank fails.
+
+    Attributes:
+        name: for the table.
+        code: what the rank runs.
+        says: patterns that the end of the output must match, all of them.
+        rank: on which it happens.
+        stuck: whether only the timeout can tell it from work.
+        signal: what the test sends to the launcher once the rank is there.
+        stages: at which it makes sense.
+    """
+
+    name: str
+    code: str
+    says: tuple[str, ...]
+    rank: int = 1
+    stuck: bool = False
+    signal: signal.Signals | None = None
+    stages: tuple[str, ...] = STAGES
+
+
+_LATE = ("rank 1", r"job\.py:\d+, in reach|has not started MPI", "DISTKERAS_TIMEOUT")
+_LEFT = (r"rank 1 has ended the script|rank 1 ended before", r"job\.py:\d+|start MPI")
+_RANK_1 = r"rank 1\b|@1,1\]"  # the second is Open MPI's, before distkeras is imported
+_EARLY = tuple(s for s in STAGES if s != "end")
+
+FAULTS = (
+    Fault(
+        "an exception",
+        "raise ValueError('on purpose')",
+        (_RANK_1, "ValueError: on purpose", r'job\.py", line \d+, in reach'),
+    ),
+    Fault(
+        "out of memory (MemoryError)",
+        "import numpy; numpy.ones(1 << 50)",
+        (_RANK_1, "MemoryError", r'job\.py", line \d+, in reach'),
+    ),
+    Fault(
+        "kill -9 of rank 1",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        ("rank 1", r"signal 9 \(Killed\)"),
+    ),
+    Fault(
+        "kill -9 of rank 0",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        ("rank 0", r"signal 9 \(Killed\)"),
+        rank=0,
+    ),
+    Fault(
+        "SIGTERM to one rank",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        ("rank 1", r"signal 15 \(Terminated\)"),
+    ),
+    Fault("stuck (sleeps)", "time.sleep(1000)", _LATE, stuck=True),
+    Fault(
+        "stuck (SIGSTOP)",
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        ("rank 1", "is stopped", r"job\.py:\d+|start MPI|the end of the script"),
+        stuck=True,
+    ),
+    Fault("leaves by sys.exit(0)", "sys.exit(0)", _LEFT, stages=_EARLY),
+    Fault(
+        "leaves by raise SystemExit(3)",
+        "raise SystemExit(3)",
+        (rf"{_LEFT[0]}|\[rank 1\] exited with code 3|@1,1\]",),
+        stages=_EARLY,
+    ),
+    Fault("leaves by os._exit(0)", "os._exit(0)", ("rank 1|exiting|ended before",)),
+    Fault(
+        "another collective than the others'",
+        "import distkeras; distkeras.broadcast_object('mine')",
+        (
+            r"ranks are in different collectives|wait for each other|ended the script",
+            r"rank 0",
+            r"job\.py:\d+, in reach",
+        ),
+        rank=0,
+    ),
+    Fault("Ctrl-C", "time.sleep(60)", (), signal=signal.SIGINT),
+    Fault("SIGTERM to the launcher", "time.sleep(60)", (), signal=signal.SIGTERM),
+)
+
+_HEAD = """
+import os, signal, sys, time
+
+stage_of_fault, culprit, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+with open(f"{folder}/{rank}.pid", "w") as file:
+    file.write(str(os.getpid()))
+
+
+def reach(stage):
+    if (stage, rank) != (stage_of_fault, culprit):
+        return
+    with open(f"{folder}/reached.tmp", "w") as file:
+        file.write(str(time.time()))
+    os.rename(f"{folder}/reached.tmp", f"{folder}/reached")
+    FAULT
+
+
+reach("start-up")
+"""
+
+LOOP = """
+import numpy as np
+import distkeras
+
+world = distkeras.init()
+steps = world.duplicate()
+gradients = np.ones(100_000, np.float32)
+
+
+def train():
+    for step in range(4):
+        if step == 2:
+            reach("step")
+        steps.allreduce(gradients)
+    reach("validation")
+    steps.allgather_object({"loss": 1.0})
+    reach("checkpoint")
+    world.barrier()
+
+
+train()
+reach("end")
+"""
+
+FIT = """
+import keras
+import numpy as np
+import distkeras
+
+
+class Faulty(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            reach("step")
+
+    def on_test_batch_end(self, batch, logs=None):
+        reach("validation")
+
+    def on_epoch_end(self, epoch, logs=None):
+        reach("checkpoint")
+
+
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
+x = np.random.default_rng(SEED).normal(size=(96, 8)).astype("float32")
+trainer = distkeras.Trainer(model)
+trainer.compile(optimizer="sgd", loss="mse")
+trainer.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0,
+            validation_data=(x, x[:, :1]), callbacks=[Faulty()])
+reach("end")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a job with a fault ended.
+
+    Attributes:
+        code: the exit code.
+        seconds: from the fault to the launcher's end.
+        output: both streams.
+        orphans: processes of ranks that still ran two seconds later.
+        left: files that were left behind.
+        hung: whether the job had to be ended by the test.
+    """
+
+    code: int
+    seconds: float
+    output: str
+    orphans: list[int]
+    left: list[str]
+    hung: bool
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, where a reader looks."""
+        return "\n".join(self.output.splitlines()[-45:])
+
+
+def launchers() -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Returns what each launcher's command begins with, and its environment."""
+    here, mpich = mpi_runtimes.open_mpi(), mpi_runtimes.mpich()
+    run = [sys.executable, "-m", "distkeras", "run", "-n", str(RANKS)]
+    number = ["-n", str(RANKS), sys.executable]
+    return {
+        "distkeras run": (run, {}),
+        "mpiexec": ([*here.command, *number], dict(here.environ)),
+        "MPICH": ([*mpich.command, *number], dict(mpich.environ)),
+    }
+
+
+def run(
+    launcher: str, fault: Fault, stage: str, folder: Path, program: str = LOOP
+) -> Outcome:
+    """Runs a job in which a fault happens.
+
+    Args:
+        launcher: a key of `launchers()`.
+        fault: which.
+        stage: where.
+        folder: empty; for the script and for what the job writes.
+        program: what stands behind the start-up.
+    """
+    script = folder / "job.py"
+    script.write_text(_HEAD.replace("FAULT", fault.code) + textwrap.dedent(program))
+    # Short: Open MPI makes sockets below it, whose paths have a limit.
+    temporary = Path(tempfile.mkdtemp(prefix="dk", dir="/tmp"))
+    begin, added = launchers()[launcher]
+    environ = {
+        **{k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        **added,
+        "TMPDIR": str(temporary),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environ.pop("DISTKERAS_TIMEOUT", None)
+    if fault.stuck:
+        environ["DISTKERAS_TIMEOUT"] = str(TIMEOUT)
+    shared = set(_shared_memory())
+    command = [*begin, str(script), stage, str(fault.rank), str(folder)]
+    with (folder / "output").open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
+        )
+        hung = not _wait(process, folder, fault)
+    ended = time.time()
+    reached = folder / "reached"
+    since = float(reached.read_text()) if reached.exists() else ended
+    pids = [int(path.read_text() or 0) for path in folder.glob("*.pid")]
+    orphans = _orphans(pids)
+    left = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*"))
+    left += sorted(_unused(set(_shared_memory()) - shared))
+    subprocess.run(["rm", "-rf", str(temporary)], check=False)
+    output = (folder / "output").read_bytes().decode(errors="replace")
+    return Outcome(
+        process.returncode,
+        ended - since,
+        output.replace("\0", ""),
+        orphans,
+        left,
+        hung,
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], folder: Path, fault: Fault) -> bool:
+    """Waits for a job to end; sends its signal; ends it if it is late."""
+    start = time.monotonic()
+    reached = folder / "reached"
+    while not reached.exists() and process.poll() is None:
+        if time.monotonic() - start > 90:
+            break
+        time.sleep(0.02)
+    if fault.signal is not None:
+        time.sleep(1)  # the others wait in a collective by then
+        process.send_signal(fault.signal)
+    try:
+        process.wait(3 * LIMIT)
+        return True
+    except subprocess.TimeoutExpired:
+        pids = [int(path.read_text() or 0) for path in folder.glob("*.pid")]
+        process.terminate()
+        try:
+            process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pid in filter(None, pids):
+            if _alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _orphans(pids: Iterable[int]) -> list[int]:
+    """Returns which processes still run after two seconds; ends them."""
+    deadline = time.monotonic() + 2
+    left = [pid for pid in pids if pid]
+    while (left := [p for p in left if _alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def _shared_memory() -> list[str]:
+    return [str(path) for path in Path("/dev/shm").glob("*")]
+
+
+def _unused(paths: set[str]) -> set[str]:
+    """Returns which files no process has mapped: other jobs run at the same time."""
+    if not paths:
+        return paths
+    time.sleep(1)
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        used |= {path for path in paths if path in text}
+    return {path for path in paths - used if Path(path).exists()}
+
+
+def problems(fault: Fault, outcome: Outcome, *, names_rank: bool = True) -> list[str]:
+    """Returns what is wrong with the way a job ended.
+
+    Args:
+        fault: which it had.
+        outcome: how it ended.
+        names_rank: whether the launcher itself names a rank that was killed.
+    """
+    limit = LIMIT + (TIMEOUT if fault.stuck else 0)
+    found = []
+    if outcome.hung:
+        found.append("it hung")
+    if outcome.seconds > limit:
+        found.append(f"it took {outcome.seconds:.1f} s")
+    if outcome.code == 0:
+        found.append("its exit code is 0")
+    if outcome.orphans:
+        found.append(f"processes were left: {outcome.orphans}")
+    if outcome.left:
+        found.append(f"files were left: {outcome.left}")
+    if names_rank:
+        found += [
+            f"the output does not say {pattern!r}"
+            for pattern in fault.says
+            if not re.search(pattern, outcome.tail)
+        ]
+    return found
