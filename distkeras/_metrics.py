@@ -40,6 +40,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from distkeras._watched import flat
+from distkeras._watched import functions_watched
+from distkeras._watched import inexact_losses
+from distkeras._watched import losses_watched
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
@@ -59,8 +63,6 @@ _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 def exact_metrics(
     model: keras.Model,
     communicator: Communicator,
-    *,
-    examples: Callable[[], float] | None = None,
 ) -> Iterator[None]:
     """Makes the logs of `fit` and `evaluate` those of all ranks' data, while inside.
 
@@ -70,8 +72,6 @@ def exact_metrics(
     Args:
         model: compiled. Enter before its steps are traced.
         communicator: the ranks whose data make up the whole.
-        examples: returns how many examples this rank's last step had; weights values
-            that are logged but kept by no metric. By default ranks weigh alike.
 
     Raises:
         ValueError: if a metric's `distributed_reduction` has no meaning, or, on every
@@ -88,8 +88,12 @@ def exact_metrics(
         return
     _entries(model.metrics)  # complains now rather than after an epoch
     traits: set[str] = set()
-    combined = _Combined(model, communicator, examples, traits)
-    with _losses_watched(model, traits), _asked_for_results(model, combined.results):
+    combined = _Combined(model, communicator, traits)
+    with (
+        losses_watched(model, traits),
+        functions_watched(model.metrics, combined.by_batch),
+        _asked_for_results(model, combined.results),
+    ):
         yield
 
 
@@ -130,98 +134,6 @@ def plain_metrics(model: keras.Model) -> Iterator[None]:
         object.__setattr__(model, name, ours)
 
 
-@contextlib.contextmanager
-def _losses_watched(model: keras.Model, traits: set[str]) -> Iterator[None]:
-    """Makes a model's several losses means over examples: private to Keras.
-
-    Keras keeps a `Mean` for each loss where there are several, and weights it by the
-    static batch size, which a compiled TensorFlow step does not have: there it is the
-    mean over *batches*, in which a short last batch counts too much. Weighted by the
-    actual size, the parts add up to the `loss` and can be summed over ranks.
-
-    Args:
-        model: its `CompileLoss` calls, on the instance, `build` once, `call` a step,
-            and `update_state` of each of its `metrics`.
-        traits: gets "mask" and "weights" where the losses are given such.
-    """
-    compiled = getattr(model, "_compile_loss", None)
-    if compiled is None:
-        yield
-        return
-    undo = contextlib.ExitStack()
-    size: list[Any] = [None]
-
-    def watch_trackers() -> None:
-        for tracker in compiled.metrics:
-            undo.enter_context(_weighted(tracker, size))
-
-    build, call = compiled.build, compiled.call
-
-    def watched_build(*args: Any, **kwargs: Any) -> None:
-        build(*args, **kwargs)
-        watch_trackers()
-
-    def watched_call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        leaves = [leaf for leaf in keras.tree.flatten(y_pred) if leaf is not None]
-        if any(getattr(leaf, "_keras_mask", None) is not None for leaf in leaves):
-            traits.add("mask")
-        if sample_weight is not None:
-            traits.add("weights")
-        size[0] = keras.ops.shape(leaves[0])[0]
-        return call(y_true, y_pred, sample_weight)
-
-    with undo:
-        watch_trackers()
-        undo.enter_context(_attribute(compiled, "build", watched_build))
-        undo.enter_context(_attribute(compiled, "call", watched_call))
-        yield
-
-
-@contextlib.contextmanager
-def _weighted(tracker: keras.metrics.Metric, size: list[Any]) -> Iterator[None]:
-    original = tracker.update_state
-
-    def update_state(values: Any, sample_weight: Any = None) -> None:
-        original(values, size[0] if sample_weight is None else sample_weight)
-
-    with _attribute(tracker, "update_state", update_state):
-        yield
-
-
-@contextlib.contextmanager
-def _attribute(instance: Any, name: str, value: Any) -> Iterator[None]:
-    # Past Keras' own __setattr__, which would track or lock what it is given.
-    object.__setattr__(instance, name, value)
-    try:
-        yield
-    finally:
-        object.__delattr__(instance, name)
-
-
-def inexact_losses(model: keras.Model, traits: set[str]) -> list[str]:
-    """Returns why losses of a built model depend on how data is cut in batches.
-
-    Args:
-        model: compiled; its losses are known once a step has been traced.
-        traits: "mask" or "weights" where predictions are masked, examples weighted.
-
-    Returns:
-        One sentence part a loss, empty where all are plain means over examples.
-    """
-    compiled = getattr(model, "_compile_loss", None)
-    reasons = []
-    for entry in (compiled and compiled._flat_losses) or []:
-        reduction = getattr(entry.loss, "reduction", None)
-        name = f"loss '{entry.loss.name}'"
-        if reduction == "sum":
-            reasons.append(f"{name}: reduction='sum' adds up a batch")
-        elif reduction == "mean_with_sample_weight" and "weights" in traits:
-            reasons.append(f"{name}: each batch is divided by its sample weights")
-        elif "mask" in traits and reduction is not None:
-            reasons.append(f"{name}: each batch is divided by its unmasked values")
-    return reasons
-
-
 @dataclasses.dataclass(frozen=True)
 class _Entry:
     """A state variable, and how the ranks' values of it are combined."""
@@ -239,11 +151,7 @@ class _Entry:
 def _entries(metrics: Sequence[keras.metrics.Metric]) -> list[_Entry]:
     """Returns the state of `metrics` and of those within them, each variable once."""
     found: dict[int, _Entry] = {}
-    for metric in metrics:
-        # `CompileMetrics` lists its parts in `metrics`; others track them.
-        parts = getattr(metric, "metrics", None) or metric._metrics
-        for entry in _entries(parts):
-            found.setdefault(id(entry.variable), entry)
+    for metric in flat(metrics):
         declared = _declared(metric)
         for variable in metric.variables:
             reduction = declared.get(id(variable)) or _BY_AGGREGATION.get(
@@ -283,13 +191,12 @@ class _Combined:
         self,
         model: keras.Model,
         communicator: Communicator,
-        examples: Callable[[], float] | None,
         traits: set[str],
     ) -> None:
         self._model = model
         self._communicator = communicator
-        self._examples = examples
         self._traits = traits
+        self.by_batch: set[str] = set()
 
     def results(self, logs: Any) -> dict[str, Any]:
         """Returns the logs of an epoch or evaluation; collective.
@@ -356,15 +263,9 @@ class _Combined:
         self, names: Sequence[str], logs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Returns the mean over ranks of what no metric keeps; collective."""
-        weight = self._examples() if self._examples is not None else float(bool(logs))
         mine = {name: _plain(logs[name]) for name in names if name in logs}
-        gathered = self._communicator.allgather_object((weight, mine))
-        result = {}
-        for name in names:
-            values = [(w, v[name]) for w, v in gathered if name in v and w > 0]
-            values = values or [(1.0, v[name]) for _, v in gathered if name in v]
-            result[name] = _weighted_mean(values)
-        return result
+        gathered = self._communicator.allgather_object(mine)
+        return {name: _mean([v[name] for v in gathered if name in v]) for name in names}
 
     def _warn(self, extra: Sequence[str], entries: Sequence[_Entry]) -> None:
         if self._communicator.rank != 0:
@@ -375,6 +276,12 @@ class _Combined:
                 f"{reason}. Such a loss depends on how examples are grouped in "
                 "batches: it is reported, and its gradient averaged, for the batches "
                 "of each rank, not for the global batch."
+            )
+        for name in sorted(self.by_batch):
+            texts.append(
+                f"metric '{name}': its function returns one number a batch, which is "
+                "averaged over the batches of all ranks. Return one an example, or use "
+                "a `keras.metrics.Metric`."
             )
         for name in extra:
             texts.append(
@@ -470,17 +377,13 @@ def _value(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(value))
 
 
-def _weighted_mean(values: Sequence[tuple[float, Any]]) -> Any:
-    """Returns the mean of (weight, value) pairs; the first of what has no mean."""
-    first = values[0][1]
+def _mean(values: Sequence[Any]) -> Any:
+    """Returns the mean of values; the first of what has no mean."""
+    first = values[0]
     if isinstance(first, Mapping):
-        return {
-            name: _weighted_mean([(w, v[name]) for w, v in values if name in v])
-            for name in first
-        }
+        return {name: _mean([v[name] for v in values if name in v]) for name in first}
     try:
-        total = sum(w * np.asarray(v, "float64") for w, v in values)
-        return _plain(total / math.fsum(w for w, _ in values))
+        return _plain(sum(np.asarray(v, "float64") for v in values) / len(values))
     except (TypeError, ValueError):  # not numbers, or of different shapes
         return first
 
@@ -494,3 +397,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     return float(value) if isinstance(value, np.floating) else value
+
+
+def taken_to_add_up(metrics: Sequence[keras.metrics.Metric]) -> list[str]:
+    """Returns the names of metrics not of Keras whose state is added up over ranks.
+
+    Whether that is right cannot be seen from outside; `distributed_reduction` says it.
+    """
+    return sorted(
+        {
+            f"{metric.name} ({type(metric).__name__})"
+            for metric in flat(metrics)
+            if not type(metric).__module__.startswith("keras.")
+            and not getattr(metric, "distributed_reduction", None)
+            and any(str(v.aggregation) == "sum" for v in metric._variables)
+        }
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from distkeras import communicators
+from distkeras._metrics import taken_to_add_up
 from distkeras._version import __version__
 from distkeras.backends import synchronized_layers
 from distkeras.communicators import Communicator
@@ -47,6 +48,7 @@ def decisions(
         "backend": f"Keras {keras.__version__}, {keras.backend.backend()}, "
         + ("step compiled by XLA" if jit_compile and split else "step not compiled"),
         **_batch_norm(model),
+        **_metrics(model),
         "data": data.description,
         "batch": f"{batch} a rank, {batch * size} global" if batch else "as dealt",
         "learning rate": f"{rate} ({rule})" if rate else "left as it is",
@@ -63,6 +65,16 @@ def _batch_norm(model: keras.Model) -> dict[str, str]:
     if not count:
         return {}
     return {"batch norm": f"{count} synchronised; the backward pass is not compiled"}
+
+
+def _metrics(model: keras.Model) -> dict[str, str]:
+    own = taken_to_add_up(model.metrics)
+    if not own:
+        return {}
+    return {
+        "metrics": f"state is added up over ranks: {', '.join(own)} (else: "
+        "`distributed_reduction` in the class)"
+    }
 
 
 def _itemsize(dtype: str) -> int:

@@ -251,6 +251,18 @@ def tmp_path_shared(world: communicators.Communicator, tmp_path: Path) -> Path:
     return world.broadcast_object(tmp_path)
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Makes Keras compute in float64, losses and metrics included."""
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_environment() -> Iterator[None]:
     before = dict(os.environ)

@@ -384,6 +384,17 @@ def test_values_that_differ_raise_on_all_ranks(world: Any) -> None:
         data.shard(x, communicator=world)
 
 
+@pytest.mark.parametrize("kind", [np.array, tf.constant, pd.DataFrame])
+def test_one_value_that_differs_is_found(world: Any, kind: Any) -> None:
+    values = np.arange(103 * 7, dtype="float32").reshape(103, 7)
+    values[41, 3] += world.rank == world.size - 1
+    if world.size == 1:
+        assert data.shard(kind(values), communicator=world).num_examples == 103
+        return
+    with pytest.raises(MismatchError, match="values of the data"):
+        data.shard(kind(values), communicator=world)
+
+
 def test_an_error_on_one_rank_is_raised_on_all(world: Any) -> None:
     y = np.zeros(5 - (world.rank == world.size - 1))
     with pytest.raises((ValueError, RuntimeError), match="cardinality"):

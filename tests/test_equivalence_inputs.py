@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,90 +19,28 @@ from equivalence import assert_equal_weights
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
+from inputs import BATCH
+from inputs import COUNT
+from inputs import drop_remainder
+from inputs import finite
+from inputs import from_list
+from inputs import generator
+from inputs import global_batches
+from inputs import py_dataset
+from inputs import py_dataset_workers
+from inputs import rank_batches
+from inputs import torch_loader
+from inputs import unknown
 
 from distkeras.communicators import Communicator
 
 pytestmark = pytest.mark.dealt
 
-COUNT, BATCH, EPOCHS = 103, 4, 3
+EPOCHS = 3
 
 
 def momentum() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-def rank_batches(count: int = COUNT) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the data in batches of a rank, the last one shorter."""
-    x, y = samples(count)
-    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, count, BATCH)]
-
-
-def global_batches(
-    size: int, batches: list[tuple[np.ndarray, ...]]
-) -> list[tuple[np.ndarray, ...]]:
-    """Returns what one process sees when `size` batches are dealt a step."""
-    return [
-        tuple(map(np.concatenate, zip(*batches[k : k + size], strict=True)))
-        for k in range(0, len(batches), size)
-    ]
-
-
-def from_list(batches: list[tuple[np.ndarray, ...]]) -> tf.data.Dataset:
-    """Returns a data set of batches whose number TensorFlow knows."""
-    signature = tuple(
-        tf.TensorSpec((None, *part.shape[1:]), part.dtype) for part in batches[0]
-    )
-    dataset = tf.data.Dataset.from_generator(
-        lambda: iter(batches), output_signature=signature
-    )
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-
-
-class Batches(keras.utils.PyDataset):
-    """A PyDataset of ready-made batches."""
-
-    def __init__(self, batches: list[tuple[np.ndarray, ...]], **options: Any) -> None:
-        super().__init__(**options)
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return self.batches[index]
-
-
-def finite(batches: list[Any]) -> Any:
-    return from_list(batches)
-
-
-def unknown(batches: list[Any]) -> Any:
-    return from_list(batches).filter(tf.autograph.experimental.do_not_convert(keep))
-
-
-def keep(*_: Any) -> tf.Tensor:
-    return tf.constant(True)
-
-
-def drop_remainder(batches: list[Any]) -> Any:
-    x, y = map(np.concatenate, zip(*batches, strict=True))
-    dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    return dataset.batch(BATCH, drop_remainder=True)
-
-
-def py_dataset(batches: list[Any]) -> Any:
-    return Batches(batches)
-
-
-def py_dataset_workers(batches: list[Any]) -> Any:
-    return Batches(batches, workers=2)
-
-
-def torch_loader(batches: list[Any]) -> Any:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    x, y = map(np.concatenate, zip(*batches, strict=True))
-    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-    return torch.utils.data.DataLoader(data, batch_size=BATCH)
 
 
 DEALT = [
@@ -156,9 +93,6 @@ def test_generator(world: Communicator, ends_early: bool) -> None:
     have = batches[: 7 * world.size + 1] if ends_early else batches
     stream = have if ends_early else have * (2 * steps * world.size)
 
-    def generate() -> Iterator[Any]:
-        yield from stream
-
     used = stream[: 2 * steps * world.size]
     whole = global_batches(world.size, used)
     single = build(momentum)
@@ -168,9 +102,9 @@ def test_generator(world: Communicator, ends_early: bool) -> None:
     options = {"epochs": 2, "steps_per_epoch": steps, "verbose": 0}
     if ends_early:
         with pytest.warns(UserWarning, match="ran out of data"):
-            trainer(model).fit(generate(), shuffle=False, **options)
+            trainer(model).fit(generator(stream), shuffle=False, **options)
     else:
-        trainer(model).fit(generate(), shuffle=False, **options)
+        trainer(model).fit(generator(stream), shuffle=False, **options)
     assert_equal_weights(model, single)
     assert_equal_everywhere(world, model)
 

@@ -8,6 +8,7 @@ import pytest
 
 from distkeras._errors import MismatchError
 from distkeras._metrics import exact_metrics
+from distkeras._metrics import taken_to_add_up
 
 # Keras 3.15 itself calls np.array on a variable, which NumPy 2.4 warns of.
 pytestmark = [
@@ -380,7 +381,7 @@ def test_logs_of_a_custom_step(world):
     own = len(x[part]) % 4 or 4
 
     def run():
-        with exact_metrics(model, world, examples=lambda: own):
+        with exact_metrics(model, world):
             return model.evaluate(
                 x[part], y[part], batch_size=4, verbose=0, return_dict=True
             )
@@ -391,11 +392,47 @@ def test_logs_of_a_custom_step(world):
     else:
         got = run()
     rows = world.allgather_object(own)
-    assert got["rows"] == pytest.approx(sum(r * r for r in rows) / sum(rows))
+    assert got["rows"] == pytest.approx(sum(rows) / len(rows))
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert set(got) == {"loss", "rows"}
     assert run() == got  # the warning comes once
     assert len(set(map(str, world.allgather_object(got)))) == 1
+
+
+def by_example(y_true, y_pred):
+    return keras.ops.abs(y_true - y_pred)[:, 0]
+
+
+def by_batch(y_true, y_pred):
+    return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_functions_of_a_whole_batch_are_named(world, eager):
+    x, y = regression_data()
+    model = regression_model(metrics=[by_example, by_batch], run_eagerly=eager)
+    expected = model.evaluate(x, y, batch_size=SAMPLES, verbose=0, return_dict=True)
+    model = regression_model(metrics=[by_example, by_batch], run_eagerly=eager)
+    model.evaluate(x[:4], y[:4], verbose=0)  # builds the metrics
+    model.make_test_function(force=True)
+    if world.size > 1 and world.rank == 0:
+        with pytest.warns(UserWarning, match="'by_batch': its function returns one"):
+            got = of_all_ranks(model, world, x, y, batch_size=9)
+    else:
+        got = of_all_ranks(model, world, x, y, batch_size=9)
+    assert got["by_example"] == pytest.approx(expected["by_example"], rel=1e-5)
+    of_all_ranks(model, world, x, y, batch_size=9)  # and nothing is said twice
+
+
+def test_metrics_whose_state_is_taken_to_add_up(world):
+    class Own(keras.metrics.MeanSquaredError):
+        pass
+
+    metrics = [Own(name="mine"), Extremes(), "mae"]
+    model = regression_model(metrics=metrics)
+    x, y = regression_data(4)
+    model.evaluate(x, y, verbose=0)
+    assert taken_to_add_up(model.metrics) == ["mine (Own)"]
 
 
 def two_outputs(**options):
