@@ -18,6 +18,7 @@ from distkeras._launcher import Launcher
 from distkeras.launch import _cli
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
+from distkeras.launch import _process
 from distkeras.launch import _worker
 from distkeras.launch._mpiexec import LaunchError
 
@@ -25,6 +26,7 @@ VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/",
     "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 2026",
     "MPICH": "HYDRA build details:\n    Version:       5.0.2\n",
+    "Slurm": "slurm 24.05.1",
 }
 WORKER = f"{sys.executable} -m distkeras.launch._worker"
 CORES = _node.usable_cores()
@@ -108,8 +110,8 @@ def test_command_line_of_each_mpi(
     [
         ("--host a:4,b:4 train.py", "--host a:4,b:4", "train.py"),
         ("--mca btl tcp,self -x A -n 3 train.py -x", "--mca btl tcp,self -x A", None),
-        ("--hostfile hosts.txt -- prog -m", "--hostfile hosts.txt", "prog -m"),
-        ("--hostfile hosts.txt -m prog x.py", "--hostfile hosts.txt", "-m prog x.py"),
+        ("--rankfile ranks.txt -- prog -m", "--rankfile ranks.txt", "prog -m"),
+        ("--rankfile ranks.txt -m prog x.py", "--rankfile ranks.txt", "-m prog x.py"),
         ("--mpi-args '--mca btl tcp' prog x.py", "--mca btl tcp", "prog x.py"),
         ("--mpi-args=--display=map prog", "--display=map", "prog"),
         ("-- -m prog", "", "-m prog"),
@@ -127,6 +129,113 @@ def test_other_options_reach_mpiexec(
     between = f"{passed_on} " if passed_on else ""
     program = program or "train.py -x"
     assert line == f"{path} -n 3 -bind-to none {between}{WORKER} {program}"
+
+
+@pytest.fixture
+def few_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment of which two variables are for other hosts too."""
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    monkeypatch.setenv("HOSTNAME", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "equal", "unequal"),
+    [
+        (
+            "Open MPI",
+            "-n 4 --host a:2,b:2 --bind-to none --oversubscribe -x PATH "
+            "-x PYTHONPATH {}",
+            "-n 5 --host a:4,b:1 --bind-to none --oversubscribe -x PATH "
+            "-x PYTHONPATH {}",
+        ),
+        (
+            "Intel MPI",
+            "-n 4 -hosts a,b -ppn 2 -genvall {}",
+            "-genvall -host a -n 4 {} : -host b -n 1 {}",
+        ),
+        (
+            "MPICH",
+            "-n 4 -hosts a:2,b:2 -bind-to none -genvall {}",
+            "-n 5 -hosts a:4,b:1 -bind-to none -genvall {}",
+        ),
+        (
+            "Slurm",
+            "-n 4 --nodelist a,b --nodes 2 --cpu-bind=none {}",
+            "-n 5 --nodelist a,b --nodes 2 --cpu-bind=none {}",
+        ),
+    ],
+)
+def test_command_line_for_several_hosts(
+    name: str,
+    equal: str,
+    unequal: str,
+    few_variables: None,
+    fake_mpiexec: FakeMpiexec,
+    dry_run: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    path = fake_mpiexec(name)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    program = f"{WORKER} train.py"
+    for words, expected in (
+        (("-H", "a:2,b:2"), equal),
+        (("-n", "4", "--hosts=a,b"), equal),
+        (("-n", "5", "--hostfile", str(hostfile)), unequal),
+    ):
+        line = dry_run("--mpiexec", path, *words, "train.py")
+        line = line.replace(" -x PYTEST_CURRENT_TEST", "")
+        expected = f"{path} {expected.format(program, program)}"
+        assert line[line.index(path) :] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-n 9 -H a:4,b:4", "at most 8 ranks"),
+        ("-H a,b", "expected -n N, or the slots"),
+        ("-H a:x", "expected hosts as name:slots"),
+        ("-H a --hostfile hosts", "not both"),
+        ("--hostfile hosts", "cannot be read"),
+    ],
+)
+def test_hosts_that_do_not_fit_are_refused(
+    words: str,
+    message: str,
+    fake_mpiexec: FakeMpiexec,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = fake_mpiexec("MPICH")
+    assert _cli.main(["run", "--mpiexec", path, *words.split(), "train.py"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Open MPI", "MPICH", "Slurm"])
+def test_an_allocation_of_slurm_is_used(
+    name: str,
+    fake_mpiexec: FakeMpiexec,
+    dry_run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = fake_mpiexec(name)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    line = dry_run("--mpiexec", path, "-n", "8", "train.py")
+    assert (" n1:4,n2:4 " in line) == (name != "Slurm")  # srun knows them itself
+    assert "-x SLURM" not in line
+    # One task a node is how sbatch counts unless told otherwise.
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x2)")
+    line = dry_run("--mpiexec", path, "-n", "8", "train.py")
+    assert (" n1:4,n2:4 " in line) == (name != "Slurm")
+    # One node is this one.
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    assert "n1" not in dry_run("--mpiexec", path, "-n", "8", "train.py")
 
 
 @pytest.mark.parametrize("name", ["Open MPI", "MPICH"])
@@ -467,6 +576,35 @@ def test_tags_are_alike_on_every_mpi(tmp_path: Path, mpiexec: list[str]) -> None
     assert sorted(answer.stderr.splitlines()) == [
         f"[{rank}] err {rank}" for rank in range(2)
     ]
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("tag", [True, False])
+def test_each_rank_has_its_log(tmp_path: Path, mpiexec: list[str], tag: bool) -> None:
+    """By a list of hosts too: this one."""
+    script = write(
+        tmp_path,
+        "lines.py",
+        "print('out', rank)\nprint('err', rank, file=sys.stderr)\n",
+    )
+    words = ["-H", "localhost:2", *mpiexec, "--log-dir", tmp_path / "logs" / "new"]
+    answer = finish(job(*words, *(["--tag"] if tag else []), script), tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    prefixes = ["[0] ", "[1] "] if tag else ["", ""]
+    expected = [f"{prefix}out {rank}" for rank, prefix in enumerate(prefixes)]
+    assert sorted(answer.stdout.splitlines()) == expected
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs/new").iterdir()}
+    assert sorted(logs) == ["rank-0.log", "rank-1.log"]
+    for rank in range(2):
+        lines = logs[f"rank-{rank}.log"].splitlines()
+        assert sorted(lines) == [f"err {rank}", f"out {rank}"]
+
+
+def test_tags_of_every_launcher() -> None:
+    for line in (b"[1,12]<stderr>: text\n", b"[12] text\n", b" 12: text\n"):
+        assert _process.split_tag(line) == (12, b"text\n")
+    for line in (b"text\n", b"[x] text\n", b"\n", b"12 text\n"):
+        assert _process.split_tag(line) == (None, line)
 
 
 BEGINNINGS = {

@@ -17,6 +17,7 @@ from distkeras.launch._mpiexec import LaunchError
 COMMANDS = {
     "run": ("distkeras.launch._run", "start a script on several ranks"),
     "doctor": ("distkeras.launch._doctor", "say what this machine has, and try it"),
+    "bench": ("distkeras.launch._bench", "measure the allreduce beside MPI's own"),
 }
 
 USAGE_ERROR = 2

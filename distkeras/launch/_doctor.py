@@ -432,7 +432,7 @@ def _hosts_check(environ: Mapping[str, str]) -> Check:
         return Check("hosts", "ok", text, False, details={"hosts": hosts})
     words = [h.name + (f":{h.slots}" if h.slots else "") for h in given.hosts]
     shown = ", ".join(words[:8]) + (f", ... ({len(words)})" if len(words) > 8 else "")
-    hosts = [dataclasses.asdict(host) for host in given.hosts]
+    hosts = [host._asdict() for host in given.hosts]
     details = {"origin": given.origin, "hosts": hosts}
     return Check("hosts", "ok", f"{given.origin}: {shown}", False, details=details)
 

@@ -219,6 +219,7 @@ class _Job:
         """Runs the job to its end, or to that of a call that is interrupted."""
         sys.stdout.flush()
         sys.stderr.flush()
+        began = time.time()
         process = _process.start(command, environ, piped=True, stdin=subprocess.DEVNULL)
         pumps = [
             threading.Thread(target=self._pump, args=(pipe, error), daemon=True)
@@ -231,6 +232,8 @@ class _Job:
             self._follow(process, len(pumps))
         finally:
             _process.end(process)
+            if process.returncode:
+                _process.remove_leftovers(began)
         for pump in pumps:
             pump.join(_LATE)
         self._drain()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from distkeras.launch._mpiexec import LaunchError
 
@@ -22,8 +23,7 @@ _HOSTFILES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A machine that runs ranks.
 
     Attributes:
@@ -217,3 +217,47 @@ def expand_counts(text: str) -> list[int]:
             return []
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+def total(hosts: Sequence[Host]) -> int | None:
+    """Returns the slots of all hosts together; None if one does not tell its own."""
+    counts = [host.slots for host in hosts]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
+def place(hosts: Sequence[Host], n: int) -> tuple[Host, ...]:
+    """Returns how many ranks each host runs: slots are filled in order.
+
+    Args:
+        hosts: the machines. Where one does not tell its slots, all ranks are shared
+            out evenly.
+        n: number of ranks.
+
+    Returns:
+        Hosts with the number of their ranks; without those that run none.
+
+    Raises:
+        LaunchError: there are more ranks than slots.
+
+    Example:
+        >>> place(parse_hosts("a:4,b:4"), 6)
+        (Host(name='a', slots=4), Host(name='b', slots=2))
+        >>> place(parse_hosts("a,b"), 3)
+        (Host(name='a', slots=2), Host(name='b', slots=1))
+    """
+    slots = total(hosts)
+    if slots is not None and n > slots:
+        raise LaunchError(
+            f"expected at most {slots} ranks, one a slot of the {len(hosts)} hosts. "
+            f"Received: -n {n}"
+        )
+    even, rest = divmod(n, len(hosts))
+    placed = []
+    for index, host in enumerate(hosts):
+        count = even + (index < rest)
+        if slots is not None:
+            count = min(host.slots or 0, n)
+            n -= count
+        if count:
+            placed.append(Host(host.name, count))
+    return tuple(placed)

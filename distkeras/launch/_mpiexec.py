@@ -36,6 +36,11 @@ class Flavour:
         environ: variables the ranks need, unless the user has set them.
         environ_root: the same, needed only by the superuser.
         libraries: file names of its MPI library, for `mpi4py` to load.
+        hosts: its option for the hosts.
+        slots: whether a host there can be `name:slots`. Where not, the hosts are
+            listed with their ranks per host, or one by one.
+        export: what makes all variables reach other hosts.
+        export_each: the option that makes one variable do.
     """
 
     name: str
@@ -45,6 +50,10 @@ class Flavour:
     environ: Mapping[str, str]
     environ_root: Mapping[str, str]
     libraries: tuple[str, ...]
+    hosts: str
+    slots: bool
+    export: tuple[str, ...] = ()
+    export_each: str | None = None
 
 
 FLAVOURS = (
@@ -64,6 +73,9 @@ FLAVOURS = (
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         },
         libraries=("libmpi.so.40",),
+        hosts="--host",
+        slots=True,
+        export_each="-x",
     ),
     Flavour(
         name="Intel MPI",
@@ -73,6 +85,9 @@ FLAVOURS = (
         environ={"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"},
         environ_root={},
         libraries=("libmpi.so.12",),
+        hosts="-hosts",
+        slots=False,
+        export=("-genvall",),
     ),
     Flavour(
         name="MPICH",
@@ -82,6 +97,21 @@ FLAVOURS = (
         environ={},
         environ_root={},
         libraries=("libmpi.so.12",),
+        hosts="-hosts",
+        slots=True,
+        export=("-genvall",),
+    ),
+    # Not an MPI, but Slurm's way to start one: `--mpiexec srun`.
+    Flavour(
+        name="Slurm",
+        signature=r"^slurm ",
+        flags=("--cpu-bind=none",),
+        tag=("--label",),
+        environ={},
+        environ_root={},
+        libraries=(),
+        hosts="--nodelist",
+        slots=False,
     ),
 )
 
@@ -177,6 +207,8 @@ def command(
     n: int,
     tag: bool = False,
     extra: Sequence[str] = (),
+    hosts: Sequence[tuple[str, int]] = (),
+    export: Sequence[str] = (),
 ) -> list[str]:
     """Builds the command line that starts the ranks.
 
@@ -187,6 +219,9 @@ def command(
         tag: whether each line of output begins with its rank.
         extra: more options for the launcher; they stand after ours, and where
             they choose a binding, ours is left out.
+        hosts: names, each with the number of its ranks; `n` in all. By default the
+            launcher chooses: this machine, or its scheduler's.
+        export: the variables that other hosts need.
 
     Returns:
         The words of the command.
@@ -197,15 +232,49 @@ def command(
         # Given twice, Open MPI and MPICH refuse to start.
         position = next(i for i, word in enumerate(flags) if "bind-to" in word)
         del flags[position : position + 2]
-    return [
-        mpiexec.path,
-        "-n",
-        str(n),
-        *flags,
-        *(flavour.tag if tag else ()),
-        *extra,
-        *program,
-    ]
+    elsewhere = list(flavour.export) if hosts else []
+    if hosts and flavour.export_each is not None:
+        for name in export:
+            elsewhere += [flavour.export_each, name]
+    words = [*flags, *(flavour.tag if tag else ()), *elsewhere, *extra]
+    counts = {count for _, count in hosts}
+    names = ",".join(name for name, _ in hosts)
+    if not hosts:
+        return [mpiexec.path, "-n", str(n), *words, *program]
+    if flavour.slots:
+        names = ",".join(f"{name}:{count}" for name, count in hosts)
+        return [mpiexec.path, "-n", str(n), flavour.hosts, names, *words, *program]
+    if flavour.name == "Slurm":
+        nodes = [flavour.hosts, names, "--nodes", str(len(hosts))]
+        return [mpiexec.path, "-n", str(n), *nodes, *words, *program]
+    if len(counts) == 1:
+        nodes = [flavour.hosts, names, "-ppn", str(counts.pop())]
+        return [mpiexec.path, "-n", str(n), *nodes, *words, *program]
+    parts: list[str] = []
+    for name, count in hosts:
+        parts += [*([":"] if parts else []), "-host", name, "-n", str(count), *program]
+    return [mpiexec.path, *words, *parts]
+
+
+# What belongs to this host, to this terminal, or to another job.
+_LOCAL = re.compile(
+    r"(_|PWD|OLDPWD|HOST|HOSTNAME|SHLVL|TERM|TERMCAP|DISPLAY|LS_COLORS|TMPDIR|TEMP|TMP"
+    r"|XAUTHORITY|MAIL|PS\d|WINDOWID)$|(SSH|XDG|DBUS|SLURM|SBATCH|SRUN|PRTE|PMIX|PMI)_"
+    r"|(OMPI|HYDRA|PALS|KRB5|GPG)_"
+)
+
+
+def exported(environ: Mapping[str, str]) -> list[str]:
+    """Returns the variables that ranks on other hosts need to be as here.
+
+    Args:
+        environ: the environment here.
+
+    Example:
+        >>> exported({"PYTHONPATH": "lib", "HOSTNAME": "a", "BASH_FUNC_x%%": ""})
+        ['PYTHONPATH']
+    """
+    return [k for k in environ if k.isidentifier() and not _LOCAL.match(k)]
 
 
 def environment(

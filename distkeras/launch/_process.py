@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -23,9 +24,9 @@ _PR_SET_PDEATHSIG = 1
 # Seconds for ranks that their launcher has just killed.
 _DYING = 0.3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Open MPI writes "[1,3]<stdout>: text" (job, rank), others "[3] text".
-_OPEN_MPI_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>: ?")
-_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<(?:stdout|stderr)>:)? ?")
+# Open MPI writes "[1,3]<stdout>: text" (job, rank), Slurm " 3: text", the others
+# "[3] text".
+_TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<(?:stdout|stderr)>:)? ?|^ *(\d+): ")
 
 
 def start(
@@ -97,7 +98,9 @@ def split_tag(line: bytes) -> tuple[int | None, bytes]:
         ((0, b'text\n'), (3, b'text\n'))
     """
     match = _TAG.match(line)
-    return (int(match[1]), line[match.end() :]) if match else (None, line)
+    if match is None:
+        return None, line
+    return int(match[1] or match[2]), line[match.end() :]
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -110,6 +113,8 @@ def run(
     environ: Mapping[str, str],
     *,
     tagged: bool = False,
+    shown: bool = True,
+    logs: Path | None = None,
     grace: float = 5.0,
 ) -> int:
     """Runs a launcher until it ends.
@@ -120,7 +125,9 @@ def run(
     Args:
         command: the words of the command.
         environ: the whole environment.
-        tagged: its output carries rank tags: they are written alike, `[rank] `.
+        tagged: its output carries rank tags.
+        shown: whether these are shown, then alike for all launchers: `[rank] `.
+        logs: a folder in which each rank's output is written to a file too.
         grace: seconds.
 
     Returns:
@@ -132,8 +139,9 @@ def run(
     began = time.time()
     process = start(command, environ, piped=tagged)
     with _passing_signals_to(process, grace) as received:
+        files = _Logs(logs)
         pumps = [
-            threading.Thread(target=_pump, args=(source, sink))
+            threading.Thread(target=_pump, args=(source, sink, files, shown))
             for source, sink in (
                 (process.stdout, sys.stdout.buffer),
                 (process.stderr, sys.stderr.buffer),
@@ -145,12 +153,22 @@ def run(
         code = process.wait()
         for pump in pumps:
             pump.join()
+        files.close()
     if received or code:
-        time.sleep(_DYING)
-        _leftovers.remove_unused(began)
+        remove_leftovers(began)
     if received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code
+
+
+def remove_leftovers(began: float) -> None:
+    """Removes what a job that was ended has left in shared memory.
+
+    Args:
+        began: when the job did, in seconds since 1970.
+    """
+    time.sleep(_DYING)
+    _leftovers.remove_unused(began)
 
 
 @contextlib.contextmanager
@@ -182,9 +200,39 @@ def _passing_signals_to(
             signal.signal(number, handler)
 
 
-def _pump(source: IO[bytes], sink: IO[bytes]) -> None:
-    """Copies lines as they come, with the rank tag in its short form."""
+class _Logs:
+    """A file for each rank, and one for what the launcher says itself."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._files: dict[int | None, IO[bytes]] = {}
+        self._lock = threading.Lock()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, rank: int | None, line: bytes) -> None:
+        """Adds a line; both streams of a rank share its file."""
+        if self._folder is None:
+            return
+        with self._lock:
+            if rank not in self._files:
+                name = "launcher.log" if rank is None else f"rank-{rank}.log"
+                self._files[rank] = (self._folder / name).open("wb", buffering=0)
+            self._files[rank].write(line)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _pump(source: IO[bytes], sink: IO[bytes], logs: _Logs, shown: bool) -> None:
+    """Copies lines as they come."""
     with source:
         for line in source:
-            sink.write(_OPEN_MPI_TAG.sub(rb"[\1] ", line))
+            rank, rest = split_tag(line)
+            logs.write(rank, rest)
+            sink.write(
+                b"[%d] %b" % (rank, rest) if shown and rank is not None else rest
+            )
             sink.flush()

@@ -8,15 +8,18 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from distkeras.launch import _hosts
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
 from distkeras.launch import _process
+from distkeras.launch._hosts import Host
 from distkeras.launch._mpiexec import LaunchError
 
 _EPILOG = """\
 Options of mpiexec stand between ours and the script, and reach it unchanged:
-    distkeras run -n 8 --host a:4,b:4 train.py --epochs 90
+    distkeras run -n 8 --mca btl tcp,self train.py --epochs 90
 The script is then the first word that ends in .py; for another name write -- before
 it. What follows the script is the script's own.
 
@@ -58,21 +61,52 @@ def main(argv: Sequence[str]) -> int:
             f"{shlex.join(argv) or 'nothing'}. For example: distkeras run -n 2 train.py"
         )
     mpiexec = _mpiexec.find(options.mpiexec)
-    n = default_size() if options.n == "auto" else int(options.n)
+    hosts = _chosen_hosts(options, mpiexec)
+    n = default_size(hosts) if options.n == "auto" else int(options.n)
+    added = _mpiexec.environment(mpiexec, os.environ, root=os.geteuid() == 0)
+    environ = {**os.environ, **added}
+    tagged = options.tag or options.log_dir is not None
     command = _mpiexec.command(
         mpiexec,
         [*WORKER, *words.program],
         n=n,
-        tag=options.tag,
+        tag=tagged,
         extra=[*shlex.split(options.mpi_args), *words.mpiexec],
+        hosts=[(host.name, host.slots or 0) for host in _hosts.place(hosts, n)]
+        if hosts
+        else [],
+        export=_mpiexec.exported(environ),
     )
-    added = _mpiexec.environment(mpiexec, os.environ, root=os.geteuid() == 0)
     if options.dry_run:
         settings = [f"{name}={value}" for name, value in added.items()]
         print(shlex.join([*(["env", *settings] if settings else []), *command]))
         return 0
     _check_exists(words.program[0])
-    return _process.run(command, {**os.environ, **added}, tagged=options.tag)
+    return _process.run(
+        command, environ, tagged=tagged, shown=options.tag, logs=options.log_dir
+    )
+
+
+def _chosen_hosts(
+    options: argparse.Namespace, mpiexec: _mpiexec.Mpiexec
+) -> tuple[Host, ...]:
+    """Returns the hosts to start ranks on; none where that is this machine alone."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise LaunchError("expected -H or --hostfile, not both")
+    if options.hosts is not None:
+        return _hosts.parse_hosts(options.hosts)
+    if options.hostfile is not None:
+        return _hosts.read_hostfile(options.hostfile)
+    given = _hosts.allocation(os.environ)
+    if given is None or mpiexec.flavour.name == "Slurm":  # which knows its nodes
+        return ()
+    if len(given.hosts) == 1:
+        return ()
+    slots = _hosts.total(given.hosts)
+    if options.n != "auto" and slots is not None and int(options.n) > slots:
+        # A scheduler counts tasks, often one a node: the nodes are ours all the same.
+        return tuple(Host(host.name) for host in given.hosts)
+    return given.hosts
 
 
 def _check_exists(script: str) -> None:
@@ -102,10 +136,28 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
             metavar="N",
             type=_size,
             default="auto",
-            help="number of ranks; auto, the default: the GPUs of this machine, or "
-            "where it has none its physical cores",
+            help="number of ranks; auto, the default: the slots of the hosts, else the "
+            "GPUs of this machine, or where it has none its physical cores",
+        ),
+        add(
+            "-H",
+            "--hosts",
+            metavar="a:4,b:4",
+            help="hosts with their slots (default: those of a Slurm, PBS or LSF "
+            "allocation, else this machine)",
+        ),
+        add(
+            "--hostfile",
+            metavar="FILE",
+            help="a file with a host a line: `a slots=4`, or `a:4`",
         ),
         add("--tag", action="store_true", help="begin each line of output by [rank]"),
+        add(
+            "--log-dir",
+            metavar="DIR",
+            type=Path,
+            help="write the output of each rank to a file there too: rank-0.log ...",
+        ),
         add("--dry-run", action="store_true", help="print the command, start nothing"),
         add(
             "--mpiexec",
@@ -160,11 +212,24 @@ def _sort(argv: Sequence[str], actions: Sequence[argparse.Action]) -> _Words:
     return _Words(ours, mpiexec, [])
 
 
-def default_size() -> int:
-    """Returns one rank a GPU, or where there is none, one a core; says so."""
-    gpus = len(_node.visible_gpus(os.environ))
-    size = gpus or _node.usable_cores()
-    what = "GPUs" if gpus else "physical cores"
+def default_size(hosts: Sequence[Host] = ()) -> int:
+    """Returns one rank a slot, else a GPU, else a core of this machine; says so.
+
+    Raises:
+        LaunchError: the slots of a host are not known.
+    """
+    if hosts:
+        slots = _hosts.total(hosts)
+        if slots is None:
+            raise LaunchError(
+                "expected -n N, or the slots of each host (-H a:4,b:4): the cores and "
+                "GPUs of other hosts are not known here"
+            )
+        size, what = slots, "slots"
+    else:
+        gpus = len(_node.visible_gpus(os.environ))
+        size = gpus or _node.usable_cores()
+        what = "GPUs" if gpus else "physical cores"
     print(
         f"distkeras run: {size} ranks, one for each of {size} {what}.", file=sys.stderr
     )
