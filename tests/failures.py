@@ -175,7 +175,8 @@ class Faulty(keras.callbacks.Callback):
 
 
 keras.utils.set_random_seed(1)
-model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(WIDTH), keras.layers.Dense(1)])
+layers = [keras.layers.Dense(WIDTH), keras.layers.Dense(1)]
+model = keras.Sequential([keras.Input((8,)), *layers])
 x = np.random.default_rng(SEED).normal(size=(96, 8)).astype("float32")
 trainer = distkeras.Trainer(model)
 trainer.compile(optimizer="sgd", loss="mse")

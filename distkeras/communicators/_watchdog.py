@@ -138,6 +138,7 @@ class _Watchdog:
         self._next = 0.0
         self._quiet_until = 0.0
         self._warned = False
+        self._suspects = False
         self._working_since = 0.0
         self._dumps = _dump.register()
         self._keyval: Any = None
@@ -174,14 +175,16 @@ class _Watchdog:
         if key != self._current:
             self._current = key
             self._earlier = {}
-            self._warned = False
+            self._warned = self._suspects = False
             self._next = self._working_since = 0.0
         if wait is None:
             return
         check = self._check_interval()
         turn = min(wait.members.index(self._rank), 20) * _TURN
         due = wait.call.since + check + min(turn, check)
-        if now >= max(due, self._next, self._quiet_until):
+        # Of those that wait, the first asks for all of them.
+        quiet_until = 0.0 if self._suspects else self._quiet_until
+        if now >= max(due, self._next, quiet_until):
             self._next = now + check
             self._ask(wait)
 
@@ -312,7 +315,8 @@ class _Watchdog:
                 wait.name == END and self._others_work(wait, states, silent, now)
             ):
                 verdict = _stall.stalled(wait, states, silent, self.timeout)
-        if verdict is not None and not verdict.certain:
+        self._suspects = verdict is not None and not verdict.certain
+        if self._suspects:
             self._next = now + _CONFIRM
             verdict = None
         if wait.name != END or not self._earlier:
