@@ -10,6 +10,7 @@ and the job with it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -98,6 +99,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests marked `dealt` at whatever size, all of them",
     )
+    parser.addoption(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="add a line of JSON for each equivalence test: ranks, test, difference",
+    )
 
 
 def pytest_collection_modifyitems(
@@ -153,6 +160,11 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     )
     for line in equivalence.matrix():
         terminalreporter.write_line(line)
+    record = terminalreporter.config.option.record
+    if record is not None and _RANK == 0:
+        with record.open("a") as file:
+            for test, difference in equivalence.DIFFERENCES.items():
+                print(json.dumps([size, test, difference]), file=file)
 
 
 class _Lockstep:
