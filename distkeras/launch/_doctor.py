@@ -147,7 +147,8 @@ def examine(environ: Mapping[str, str], mpiexec: str | None = None) -> list[Chec
         text = f"not tried without {', '.join(lacking)}"
         remedy = _pip("numpy") if "numpy" in lacking else None
         return [*checks, Check("allreduce", "missing", text, remedy=remedy)]
-    host = {**environ, "CUDA_VISIBLE_DEVICES": "", "DISTKERAS_COMMUNICATOR": "mpi"}
+    host = {**environ, "CUDA_VISIBLE_DEVICES": ""}
+    host.pop("DISTKERAS_COMMUNICATOR", None)
     checks.append(_allreduce("allreduce", launcher, host, needed=True))
     if len(gpus.details["visible"]) > 1 and all(c.status == "ok" for c in device):
         by_nccl = {**environ, "DISTKERAS_COMMUNICATOR": "nccl"}

@@ -326,11 +326,14 @@ def _last_line(text: str) -> str:
 def _how_it_ended(code: int, missing: Sequence[int], size: int, launcher: str) -> str:
     """Says what is known of a job that ended without an exception."""
     how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+    if missing:
+        what = f"none from rank {', '.join(map(str, missing))}, and no exception"
+    else:
+        what = "all of them, but some rank failed after it had returned"
     lines = [
-        f"Expected {size} results. Received: the job ended {how} and no exception; "
-        + (f"without a result: {', '.join(map(str, missing))}." if missing else "")
-        + " A rank was killed, crashed, or left by os._exit; or memory ran out. What "
-        "the ranks printed stands above.",
+        f"Expected {size} results. Received: {what}; the job ended {how}. A rank was "
+        "killed, crashed, or left by os._exit; or memory ran out. What the ranks "
+        "printed stands above.",
     ]
     if launcher:
         lines += ["The launcher says:", launcher]
