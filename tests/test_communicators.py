@@ -72,6 +72,11 @@ def values(rank: int, dtype: object, length: int = 17) -> np.ndarray:
     return ((np.arange(length) + rank) % 4 + 1).astype(dtype)
 
 
+def sizes(communicator: Communicator, length: int) -> int:
+    """Shortens a buffer that would go in thousands of MPI's messages."""
+    return min(length, 100) if isinstance(communicator, SmallChunks) else length
+
+
 def same_everywhere(communicator: Communicator, array: np.ndarray) -> bool:
     return len(set(communicator.allgather_object(array.tobytes()))) == 1
 
@@ -304,3 +309,65 @@ def test_name_ranks() -> None:
     assert name_ranks([4]) == "rank 4"
     assert name_ranks([0, 1]) == "ranks 0, 1"
     assert name_ranks([7, 0, 1, 2, 4, 5]) == "ranks 0-2, 4, 5, 7"
+
+
+@pytest.mark.parametrize("dtype", ("float32", "int64", "float16", "bool"))
+@pytest.mark.parametrize("op", OPS)
+def test_allocated_buffers(communicator: Communicator, dtype: str, op: str) -> None:
+    """Combined where they lie, in turn with ordinary ones of the same kind."""
+    length, size = sizes(communicator, 20_001), communicator.size
+    buffer, other = communicator.allocate(length, dtype), np.empty(length, dtype)
+    assert buffer.shape == (length,) and buffer.dtype == dtype
+    assert buffer.ctypes.data % 64 == 0 and not buffer.any()
+    everyone = [values(r, dtype, length) for r in range(size)]
+    expected = OPS[op].reduce(everyone, dtype=dtype)
+    for _ in range(2):
+        for array in (buffer, other, buffer[:]):
+            array[...] = everyone[communicator.rank]
+            communicator.allreduce(array, op)
+            np.testing.assert_array_equal(array, expected)
+    assert same_everywhere(communicator, buffer)
+
+
+def test_growing_buffers(communicator: Communicator) -> None:
+    """Longer and shorter ones in turn, so that chunks are made anew in between."""
+    for length in (3, 5000, 7, 40_000, 20_000, 100_003, 1):
+        length = sizes(communicator, length)
+        buffer = np.arange(length, dtype="float64") + communicator.rank
+        communicator.allreduce(buffer)
+        shift = communicator.size * (communicator.size - 1) / 2
+        np.testing.assert_array_equal(
+            buffer, np.arange(length) * communicator.size + shift
+        )
+
+
+def test_arrays_at_odd_addresses(communicator: Communicator) -> None:
+    if not isinstance(communicator, SharedMemoryCommunicator) or communicator.size < 2:
+        pytest.skip("mpi4py takes no such arrays")
+    raw = np.zeros(8 * 100 + 8, np.uint8)
+    for shift in (0, 4, 1 + communicator.rank):
+        buffer = raw[shift : shift + 800].view("float64")
+        buffer[...] = 1
+        communicator.allreduce(buffer)
+        assert (buffer == communicator.size).all()
+
+
+def test_different_calls_are_an_error_on_every_rank(communicator: Communicator) -> None:
+    """Shared memory finds out by itself, and goes on."""
+    if not isinstance(communicator, SharedMemoryCommunicator) or communicator.size < 2:
+        pytest.skip("MPI does not notice")
+    last = communicator.rank == communicator.size - 1
+    for _ in range(2):
+        for mine, theirs in ((3, 4), (3, 100_000), (100_000, 0)):
+            with pytest.raises(CommunicatorError, match="Received") as caught:
+                length = theirs if last else mine
+                if length:
+                    communicator.allreduce(np.ones(length))
+                else:
+                    communicator.barrier()
+            texts = communicator.allgather_object(str(caught.value))
+            assert len(set(texts)) == 1
+            assert f"rank 0: allreduce (sum) of {mine} float64" in texts[0]
+    buffer = np.ones(3)
+    communicator.allreduce(buffer)
+    assert buffer.tolist() == [communicator.size] * 3

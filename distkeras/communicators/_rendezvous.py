@@ -29,10 +29,13 @@ ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
 
+_MOST_SPINS = 512  # about 30 microseconds
+_FEWEST_SPINS = 16
 _YIELDS = 700  # about half a millisecond
 _LONGEST_SLEEP = 1e-3  # seconds
 _SHORTEST_SLEEP = 2e-5
 _BETWEEN_CHECKS = 0.1
+_LAUNCHERS_TURN = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +142,10 @@ class Rendezvous:
         self._steps = Steps(calls, lambda: self.step, self._label)
         cores = frozenset[int]().union(*(p.cores for p in processes))
         # Where ranks share cores, the one waited for may need this very core.
-        self._spins = 1000 if len(cores) >= len(processes) else 20
+        self._most_spins = (
+            _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
+        )
+        self._spins = self._most_spins
         # Numbers of processes mean something only in one and the same numbering.
         self._can_look = len({p.namespace for p in processes}) == 1
 
@@ -216,7 +222,11 @@ class Rendezvous:
         """Waits for one rank's number, at less and less cost."""
         for _ in range(self._spins):
             if words[word] >= step:
+                if self._spins < self._most_spins:
+                    self._spins *= 2
                 return
+        # In vain: the other may need this core, if not now then the next time.
+        self._spins = max(_FEWEST_SPINS, self._spins // 2)
         for _ in range(_YIELDS):
             if words[word] >= step:
                 return
@@ -240,6 +250,9 @@ class Rendezvous:
             return
         if words[word] >= step:  # its last deed
             return
+        # The launcher ends this rank in that time; what is on the screen last is
+        # then the word of the rank that failed, not that of those it left.
+        time.sleep(_LAUNCHERS_TURN)
         self.broken = (
             f"Rank {rank} (process {self._processes[rank].pid}) has ended while rank "
             f"{self._rank} waited for it in a collective. Its own output, or the "

@@ -117,7 +117,7 @@ class SharedMemoryCommunicator(Communicator):
         self._no_room = False
         self._reductions: dict[tuple[Any, ...], Reduction] = {}
         self._allocated: list[tuple[SharedWindow, list[np.ndarray]]] = []
-        self._in_place: dict[tuple[int, str], InPlace] = {}
+        self._in_place: dict[int, dict[str, InPlace]] = {}  # by identity, by op
 
     @property
     def rank(self) -> int:
@@ -166,9 +166,9 @@ class SharedMemoryCommunicator(Communicator):
         # buffers can afford is to see that.
         reduction: Reduction | None = None
         try:
-            if self._in_place:
-                reduction = self._in_place.get((id(buffer), op))
-            if reduction is None:
+            if id(buffer) in self._in_place:
+                reduction = self._in_place[id(buffer)][op]
+            else:
                 reduction = self._reductions[buffer.shape, buffer.dtype, op]
             usable = buffer.flags.num & _USABLE == _USABLE
         except (AttributeError, KeyError, TypeError):
@@ -187,15 +187,14 @@ class SharedMemoryCommunicator(Communicator):
         if node is None:
             self._host.allreduce(buffer, op)
             return
-        place = next(
-            (i for i, (_, b) in enumerate(self._allocated) if b[self.rank] is buffer),
-            None,
-        )
-        if place is not None:
-            buffers = self._allocated[place][1]
-            label = make_label(buffer, op, place + 1)
-            self._in_place[id(buffer), op] = InPlace(node, label, buffers, op)
-            self._in_place[id(buffer), op].run(buffer)
+        if id(buffer) in self._in_place:
+            places = enumerate(self._allocated, 1)
+            place, buffers = next(
+                (i, b) for i, (_, b) in places if b[self.rank] is buffer
+            )
+            made = InPlace(node, make_label(buffer, op, place), buffers, op)
+            self._in_place[id(buffer)][op] = made
+            made.run(buffer)
             return
         if not buffer.flags.aligned:
             copy = buffer.copy()
@@ -309,7 +308,9 @@ class SharedMemoryCommunicator(Communicator):
             return plain
         buffers = [part.view(plain.dtype) for part in window.parts]
         self._allocated.append((window, buffers))
-        return buffers[self.rank]
+        mine = buffers[self.rank]
+        self._in_place[id(mine)] = {}
+        return mine
 
     def allgather(self, buffer: Any) -> list[Any]:
         """Returns every rank's `buffer`, by rank, by MPI."""

@@ -1,0 +1,309 @@
+"""`distkeras bench`: latency and bandwidth of the allreduce, beside MPI's and memcpy.
+
+Everything is measured in turn, round by round, so that what else the machine does
+meets all alike; figures are medians over the rounds of the slowest rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distkeras._launcher import discover
+from distkeras.launch import _run
+from distkeras.launch._mpiexec import LaunchError
+
+_EPILOG = """\
+measured are, for each size:
+  MPI                 the library's own Allreduce, in place
+  NAME                the communicator's allreduce, in place on an ordinary array
+  NAME, allocated     the same on an array from its `allocate`, as gradients use
+  ..., in and out     the bytes copied to that array before and from it afterwards
+  memcpy              the bytes copied twice, without any exchange
+"""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SECONDS = 2e-3  # at least, between two looks at the clock
+_MOST_REPEATS = 400
+
+
+@dataclasses.dataclass
+class Result:
+    """The times of one contender at one size.
+
+    Attributes:
+        size: bytes.
+        name: the contender.
+        seconds: of one allreduce on the slowest rank, by round.
+    """
+
+    size: int
+    name: str
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.seconds)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the subcommand.
+
+    Args:
+        argv: the words after `distkeras bench`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LaunchError: the options are wrong or lack a package, or the ranks cannot be
+            started.
+    """
+    options = _parser().parse_args(argv)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise LaunchError(
+            "expected matplotlib for --plot. Install it with `pip install matplotlib`, "
+            "or take the numbers from --json."
+        )
+    if discover(os.environ) is None:
+        return _run.main(["-n", str(options.n), "-m", "distkeras", "bench", *argv])
+    results, about = _measure(options)
+    if results:
+        _report(options, results, about)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distkeras bench",
+        description="Measure the allreduce by message size and communicator.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-n", type=int, default=2, help="ranks, unless a launcher started some")
+    add(
+        "--sizes",
+        type=lambda text: [_size(word) for word in text.split(",")],
+        default="4K,32K,256K,4M,32M,100M",
+        help="bytes of the messages, as 4K or 100M (default: %(default)s)",
+    )
+    add(
+        "--communicators",
+        metavar="NAMES",
+        type=lambda text: text.split(","),
+        default="mpi,shared_memory",
+        help="which to measure (default: %(default)s)",
+    )
+    add("--dtype", default="float32", help="default: %(default)s")
+    add("--rounds", type=int, default=15, help="default: %(default)s")
+    add("--json", metavar="FILE", help="write the raw numbers")
+    add("--plot", metavar="FILE.png", help="draw them, with matplotlib")
+    return parser
+
+
+def _size(word: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)B?", word.strip().upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected a size, as 4K or 100M: {word!r}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _measure(options: argparse.Namespace) -> tuple[list[Result], dict[str, Any]]:
+    """Returns rank 0's results and what they were measured on; collective."""
+    from distkeras.communicators import MPICommunicator
+
+    host = MPICommunicator()
+    made = {name: _make(name) for name in options.communicators}
+    results = []
+    for size in options.sizes:
+        contenders = _contenders(host, made, size, np.dtype(options.dtype))
+        results += _race(host, contenders, size, options.rounds)
+    about = {
+        "ranks": host.size,
+        "hosts": list(host.hosts),
+        "library": host.library,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "rounds": options.rounds,
+        "dtype": options.dtype,
+    }
+    for communicator in made.values():
+        communicator.close()
+    first = host.rank == 0
+    host.close()
+    return (results if first else []), about
+
+
+def _make(name: str) -> Any:
+    """Returns a communicator of a kind that works on host memory."""
+    from distkeras import communicators
+
+    kinds = {
+        "mpi": communicators.MPICommunicator,
+        "shared_memory": communicators.SharedMemoryCommunicator,
+    }
+    if name not in kinds:
+        raise LaunchError(f"expected one of {', '.join(kinds)}. Received: {name!r}")
+    return kinds[name]()
+
+
+def _contenders(
+    host: Any, made: dict[str, Any], size: int, dtype: np.dtype
+) -> dict[str, Callable[[], None]]:
+    """Returns what is measured at one size, by name; collective."""
+    length = max(1, size // dtype.itemsize)
+    # Aligned as a framework's arrays are. Zeros: sums that stay what they are.
+    source, target, buffer = (host.allocate(length, dtype) for _ in range(3))
+    for array in (source, target, buffer):
+        array[:] = 0  # the system gives memory when it is written to
+    from mpi4py import MPI
+
+    def mpi() -> None:
+        host.mpi_comm.Allreduce(MPI.IN_PLACE, buffer)
+
+    def memcpy() -> None:
+        np.copyto(buffer, source)
+        np.copyto(target, buffer)
+
+    def around(array: np.ndarray, allreduce: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            np.copyto(array, source)
+            allreduce()
+            np.copyto(target, array)
+
+        return run
+
+    found = {"memcpy": memcpy, "MPI": mpi, "MPI, in and out": around(buffer, mpi)}
+    for name, communicator in made.items():
+        found[name] = _bound(communicator, buffer)
+        own = communicator.allocate(length, dtype)
+        run = _bound(communicator, own)
+        if name != "mpi":
+            found[f"{name}, allocated"] = run
+        found[f"{name}, in and out"] = around(own, run)
+    return found
+
+
+def _bound(communicator: Any, buffer: np.ndarray) -> Callable[[], None]:
+    allreduce = communicator.allreduce
+
+    def run() -> None:
+        allreduce(buffer)
+
+    return run
+
+
+def _race(
+    host: Any, contenders: dict[str, Callable[[], None]], size: int, rounds: int
+) -> list[Result]:
+    """Measures all contenders in turn; collective."""
+    names = list(contenders)
+    repeats = {}
+    for name in names:
+        _time(host, contenders[name], 2)  # makes what is made at the first call
+        once = _time(host, contenders[name], 3)
+        repeats[name] = max(1, min(_MOST_REPEATS, round(_SECONDS / once)))
+    results = {name: Result(size, name, []) for name in names}
+    for number in range(rounds):
+        # Who comes after whom changes, as each leaves its caches to the next.
+        for name in names if number % 2 else reversed(names):
+            seconds = _time(host, contenders[name], repeats[name])
+            results[name].seconds.append(seconds)
+    return list(results.values())
+
+
+def _time(host: Any, run: Callable[[], None], repeats: int) -> float:
+    """Returns the slowest rank's seconds for one run, the mean of several."""
+    host.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    slowest = np.array([(time.perf_counter() - start) / repeats])
+    host.allreduce(slowest, "max")
+    return float(slowest[0])
+
+
+def _report(
+    options: argparse.Namespace, results: list[Result], about: dict[str, Any]
+) -> None:
+    """Prints the table, and writes the files that were asked for."""
+    print(
+        f"allreduce of {about['dtype']}, {about['ranks']} ranks on "
+        f"{len(set(about['hosts']))} node(s), {about['cores']} cores here, "
+        f"{about['library']}; medians of {about['rounds']} rounds, load "
+        f"{about['load'][0]:.1f}"
+    )
+    print(f"{'':30}{'time':>12}{'bandwidth':>14}{'of MPI':>9}{'of memcpy':>11}")
+    for size in dict.fromkeys(result.size for result in results):
+        print(_words(size))
+        group = {r.name: r for r in results if r.size == size}
+        for name, result in group.items():
+            like = "MPI, in and out" if name.endswith("in and out") else "MPI"
+            print(
+                f"  {name:<28}{1e6 * result.median:>9.1f} µs"
+                f"{size / result.median / 1e9:>9.2f} GB/s"
+                f"{_ratio(result, group[like]):>9.2f}"
+                f"{_ratio(result, group['memcpy']):>11.2f}"
+            )
+    if options.json:
+        rows = [dataclasses.asdict(result) for result in results]
+        text = json.dumps({**about, "results": rows}, indent=1)
+        Path(options.json).write_text(text + "\n")
+    if options.plot:
+        _plot(options.plot, results, about)
+
+
+def _ratio(result: Result, other: Result) -> float:
+    """Returns the median of the ratios round by round."""
+    pairs = zip(result.seconds, other.seconds, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def _words(size: int) -> str:
+    """Returns a number of bytes in words.
+
+    Example:
+        >>> _words(4096), _words(100 << 20), _words(1000)
+        ('4 KiB', '100 MiB', '1000 bytes')
+    """
+    for unit in "GMK":
+        if size % _UNITS[unit] == 0 and size:
+            return f"{size // _UNITS[unit]} {unit}iB"
+    return f"{size} bytes"
+
+
+def _plot(path: str, results: list[Result], about: dict[str, Any]) -> None:
+    """Draws time over size, one line a contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name in dict.fromkeys(result.name for result in results):
+        mine = [r for r in results if r.name == name]
+        style = ":" if name == "memcpy" else "--" if name.startswith("MPI") else "-"
+        microseconds = [1e6 * r.median for r in mine]
+        axes.loglog([r.size for r in mine], microseconds, style, marker="o", label=name)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("µs")
+    axes.set_title(f"allreduce, {about['ranks']} ranks, {about['library']}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
