@@ -1,5 +1,6 @@
 """`distkeras.run`: functions on ranks, from scripts and from a notebook's kernel."""
 
+import ast
 import os
 import pickle
 import re
@@ -436,3 +437,23 @@ def test_keras_models_go_there_and_back() -> None:
     ):
         np.testing.assert_allclose(one.numpy(), here.numpy(), rtol=1e-5, atol=1e-7)
         np.testing.assert_array_equal(one.numpy(), two.numpy())
+
+
+@pytest.mark.soak
+@pytest.mark.tensorflow
+def test_the_documented_way_by_ipyparallel() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "notebooks.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    (block,) = [block for block in blocks if "ipyparallel" in block]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    answer = subprocess.run(
+        [sys.executable, "-c", block],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **root},
+    )
+    assert answer.returncode == 0, answer.stderr
+    (one, losses), (two, same) = ast.literal_eval(answer.stdout.splitlines()[-1])
+    assert (one, two) == (0, 1)
+    assert losses == same and losses[1] < losses[0]
