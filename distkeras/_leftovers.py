@@ -31,6 +31,9 @@ def remove_own() -> None:
 def remove_unused(since: float) -> None:
     """Removes those of this user that no process has mapped.
 
+    Containers that share this folder without seeing each other's processes should not
+    share the user either.
+
     Args:
         since: seconds since 1970; older files are left alone.
     """

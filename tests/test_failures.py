@@ -40,7 +40,12 @@ def _check(
     outcome = failures.run(launcher, fault, stage, folder, program)
     # MPICH's launcher tells of a process that was killed, not of its rank.
     named = launcher != "MPICH" or not fault.code.startswith(("os.kill", "os._exit"))
-    wrong = failures.problems(fault, outcome, names_rank=named or fault.stuck)
+    wrong = failures.problems(
+        fault,
+        outcome,
+        names_rank=named or fault.stuck,
+        tidy=launcher != "MPICH" or (named and fault.signal is None),
+    )
     assert not wrong, f"{'; '.join(wrong)}\n{outcome.tail}"
     return outcome
 

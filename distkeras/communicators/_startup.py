@@ -124,10 +124,23 @@ def _report(mine: int, ranks: dict[int, int], elapsed: float, local_size: int) -
 
 def _end(pid: int) -> None:
     """Ends the rank; a handler of its own could not run."""
+    _remove_files(pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         time.sleep(1)
+
+
+def _remove_files(pid: int) -> None:
+    """Removes what MPI has made in shared memory for a rank that is to be ended.
+
+    As `distkeras._leftovers` does, which cannot be imported here.
+    """
+    for pattern in ("sm_segment.*", "mpich_shm_*"):
+        for path in Path("/dev/shm").glob(pattern):
+            with contextlib.suppress(OSError):
+                if str(path) in Path(f"/proc/{pid}/maps").read_text():
+                    path.unlink()
 
 
 def _ranks_beside(pid: int) -> dict[int, int]:
