@@ -427,9 +427,9 @@ is left:
     export DISTKERAS_FAILURES_TABLE=docs/failures.md
     python -m pytest -m soak tests/test_failures.py
 
-A cell is the job's exit code, and the seconds from the fault to the launcher's end, with
-{ranks} ranks. Where a rank is stuck the time includes the timeout, here {timeout:g} s; the
-default is 600 s (`distkeras.init(timeout=seconds)`, `DISTKERAS_TIMEOUT=seconds`, 0 for
+A cell is the job's exit code, and the seconds from the fault to the launcher's end,
+with {ranks} ranks. Where a rank is stuck the time includes the timeout, here
+{timeout:g} s; the default is 600 s (`distkeras.init(timeout=seconds)`, `DISTKERAS_TIMEOUT=seconds`, 0 for
 none). Nothing but the timeout ends a job whose late rank may still come: a rank that
 compiles or writes a checkpoint is waited for. A rank that has ended its script waits
 for the others as long as these compute.

@@ -57,7 +57,6 @@ def _check(
         ("mpiexec", "another collective than the others'", "checkpoint"),
         ("mpiexec", "stuck (SIGSTOP)", "validation"),
         ("MPICH", "stuck (sleeps)", "end"),
-        ("MPICH", "leaves by os._exit(0)", "start-up"),
     ],
 )
 def test_some_cells(launcher: str, name: str, stage: str, tmp_path: Path) -> None:

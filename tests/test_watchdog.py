@@ -381,8 +381,9 @@ print("done", rank, flush=True)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("end", ["works on", "finalize"])
-@pytest.mark.parametrize("runtime", [open_mpi, mpich])
+@pytest.mark.parametrize(
+    ("end", "runtime"), [("works on", open_mpi), ("finalize", mpich)]
+)
 def test_jobs_without_a_fault_are_left_alone(
     tmp_path: Path, end: str, runtime: object
 ) -> None:
@@ -395,6 +396,7 @@ def test_jobs_without_a_fault_are_left_alone(
 
 
 @pytest.mark.launches
+@pytest.mark.soak
 def test_an_interactive_session_gets_reports_only(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(
