@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow as tf
+from ranks_alike import OneOfMany
 
 from distkeras import data
 from distkeras._errors import MismatchError
@@ -18,17 +19,6 @@ from distkeras.data import _order
 COUNTS = (1, 2, 3, 7, 32, 103)
 BATCHES = (1, 8, 32)
 SIZES = (1, 2, 3, 4)
-
-
-class OneOfMany:
-    """Stands for one rank of several that all hold the same."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self.size
 
 
 def shards(size: int, *arrays: Any, **options: Any) -> list[data.ShardedData]:

@@ -11,28 +11,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from ranks_alike import OneOfMany
+from ranks_alike import shards
 
 from distkeras import data
 from distkeras._errors import MismatchError
-
-
-class OneOfMany:
-    """Stands for one rank of several that all hold the same."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self.size
-
-
-def shards(size: int, make: Any, **options: Any) -> list[data.ShardedData]:
-    """Every rank makes data of its own."""
-    return [
-        data.shard(make(), communicator=OneOfMany(rank, size), **options)
-        for rank in range(size)
-    ]
 
 
 def numbers(batches: Any, most: int | None = None) -> list[list[int]]:

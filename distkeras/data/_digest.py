@@ -21,11 +21,14 @@ def digest(data: Any) -> str | None:
     """A digest of the data, or where that is large of many rows spread over it.
 
     Args:
-        data: an array, a pandas frame or series, a dense tensor, a list or tuple.
+        data: an array, a pandas frame or series, a dense or ragged tensor, a
+            list or tuple.
 
     Returns:
         Hexadecimal digits, or None where rows are not cheap to take.
     """
+    if hasattr(data, "row_splits"):  # ragged tensors
+        return f"{digest(data.row_splits)} {digest(data.flat_values)}"
     count = len(data) if isinstance(data, Sequence) else int(data.shape[0])
     most = min(count, max(_BYTES // _row_bytes(data), _FEWEST_ROWS))
     picked = np.linspace(0, max(count - 1, 0), most).astype(int).tolist()
@@ -56,7 +59,7 @@ def _row_bytes(data: Any) -> int:
     shape = getattr(data, "shape", (0,))
     # In lists and frames objects are turned to text, each of some bytes.
     each = 8 if hasattr(data, "__array__") and not hasattr(data, "iloc") else 64
-    return each * math.prod(int(n) for n in shape[1:]) or 1
+    return each * math.prod(int(n or 1) for n in shape[1:]) or 1
 
 
 def _on_host(row: Any) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Generator
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -84,12 +83,7 @@ class ShardedPyDataset(ShardedStream):
     @property
     def local_steps(self) -> int | None:
         """Steps a pass, or None for no end."""
-        count = self._count()
-        if count is None:
-            return None
-        if self.training:
-            return max(math.ceil(count / self.part.size), 1)
-        return max(len(range(self.part.rank, count, self.part.size)), 1)
+        return self._steps_of(self._count())
 
     @property
     def may_be_empty(self) -> bool:

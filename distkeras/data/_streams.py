@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -127,6 +128,14 @@ class ShardedStream(ShardedData):
             yield from itertools.repeat(zero_rows)
         else:
             yield from itertools.repeat(zero_rows, padding)
+
+    def _steps_of(self, count: int | None) -> int | None:
+        """Steps a pass in which this rank takes its turns of `count` batches."""
+        if count is None:
+            return None
+        if self.training:
+            return max(math.ceil(count / self.part.size), 1)
+        return max(len(range(self.part.rank, count, self.part.size)), 1)
 
     # In the form each backend takes
 

@@ -6,7 +6,6 @@ PyTorch is imported only here, and this module only for a `DataLoader`.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,12 +95,7 @@ class ShardedTorchLoader(ShardedStream):
     @property
     def local_steps(self) -> int | None:
         """Steps a pass, or None if it is not known."""
-        count = self._count()
-        if count is None:
-            return None
-        if self.training:
-            return max(math.ceil(count / self.part.size), 1)
-        return max(len(range(self.part.rank, count, self.part.size)), 1)
+        return self._steps_of(self._count())
 
     @property
     def batch_size(self) -> int | None:
