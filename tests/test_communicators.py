@@ -14,6 +14,7 @@ from distkeras._errors import CommunicatorError
 from distkeras._errors import MismatchError
 from distkeras._launcher import discover
 from distkeras.communicators import Communicator
+from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import MPICommunicator
 from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.communicators import SingleCommunicator
@@ -24,6 +25,9 @@ from distkeras.communicators._agreement import name_ranks
 NUMBERS = ("uint8", "int8", "int32", "int64", "float32", "float64")
 HALVES = ("float16", ml_dtypes.bfloat16)
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
+
+# By kind: ranks of a node, 0 for as MPI finds them. Three ranks make a node of one.
+NODES = {"nodes": 0, "nodes of two": 2, "nodes of one": 1}
 
 
 class SmallChunks(MPICommunicator):
@@ -36,6 +40,7 @@ class SmallChunks(MPICommunicator):
 KINDS = ["single", "world"]
 if discover(os.environ) is not None:
     KINDS += ["mpi", "self", "chunks", "shared", "shared chunks", "shared slices"]
+    KINDS += ["nodes", "nodes of two", "nodes of one"]
 
 # By kind: chunks of few cache lines, and slices where each would do it all.
 SHARED = {
@@ -59,6 +64,12 @@ def communicator(
         from mpi4py import MPI
 
         made = MPICommunicator(MPI.COMM_SELF)
+    elif kind in NODES:
+        size = world.size
+        nodes = {2: [r // 2 for r in range(size)], 1: [*range(size)], 0: None}
+        made = HierarchicalCommunicator(
+            node_of_rank=nodes[NODES[kind]], chunk_bytes=4096
+        )
     elif kind in SHARED:
         made = SharedMemoryCommunicator(**SHARED[kind])
     else:

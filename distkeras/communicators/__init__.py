@@ -5,6 +5,9 @@ from distkeras.communicators._agreement import collectively as collectively
 from distkeras.communicators._base import Communicator as Communicator
 from distkeras.communicators._base import Op as Op
 from distkeras.communicators._device import configure_tensorflow as configure_tensorflow
+from distkeras.communicators._hierarchical import (
+    HierarchicalCommunicator as HierarchicalCommunicator,
+)
 from distkeras.communicators._mpi import MPICommunicator as MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator as NCCLCommunicator
 from distkeras.communicators._shared_memory import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,6 +107,8 @@ class SharedMemoryCommunicator(Communicator):
             raise ValueError(
                 f"Expected chunk_bytes to be 64 or more. Received: {chunk_bytes}"
             )
+        # Does what is not for shared memory, and agrees on whether there is enough.
+        self._fallback = self._host
         self._chunk_bytes = chunk_bytes // 64 * 64
         self._direct_bytes = direct_bytes
         self._closed = False
@@ -185,7 +188,7 @@ class SharedMemoryCommunicator(Communicator):
         check_buffer(buffer, writable=True)
         node = self._connect() if self._takes(buffer) else None
         if node is None:
-            self._host.allreduce(buffer, op)
+            self._fallback.allreduce(buffer, op)
             return
         if id(buffer) in self._in_place:
             places = enumerate(self._allocated, 1)
@@ -225,7 +228,8 @@ class SharedMemoryCommunicator(Communicator):
             self._grow(buffer.nbytes)
         narrow = dtype.kind in "fV" and dtype.itemsize < 4
         many = self.size > 2 and buffer.nbytes > self._direct_bytes
-        if narrow or many or place_matters(UFUNCS[op], dtype):
+        beyond = node.across is not None
+        if beyond or narrow or many or place_matters(UFUNCS[op], dtype):
             return Sliced(node, label, self._slots, buffer.size, dtype, op)
         return Direct(node, label, self._slots, buffer.size, dtype, op)
 
@@ -235,7 +239,7 @@ class SharedMemoryCommunicator(Communicator):
         A rank alone needs none. Without room for shared memory there is none: MPI
         does everything then.
         """
-        if self._node is not None or self._no_room or self.size == 1:
+        if self._node is not None or self._no_room or self._fallback.size == 1:
             return self._node
         slot = min(self._chunk_bytes, _FIRST_SLOT)
         window = self._allocate(HEADER_BYTES + 2 * slot)
@@ -251,16 +255,21 @@ class SharedMemoryCommunicator(Communicator):
         )
         self._control, self._slot_bytes = window, slot
         self._slots = _slots(window, HEADER_BYTES, slot)
-        self._node = Node(self.rank, self.size, rendezvous, quiet())
+        takers, across = self._beyond()
+        self._node = Node(self.rank, self.size, rendezvous, quiet(), takers, across)
         return self._node
+
+    def _beyond(self) -> tuple[int, Callable[[np.ndarray, Op], None] | None]:
+        """Returns how many ranks take slices, and what they do with those of theirs."""
+        return self.size, None
 
     def _allocate(self, size: int) -> SharedWindow | None:
         """Returns a window, or `None` on all ranks if there is no room; collective."""
-        reasons = self._host.allgather_object(lacking_room(size * self.size))
+        reasons = self._fallback.allgather_object(lacking_room(size * self.size))
         lacking = next((reason for reason in reasons if reason is not None), None)
         if lacking is None:
             return SharedWindow(load_mpi(), self._host.mpi_comm, size)
-        if self.rank == 0:
+        if self._fallback.rank == 0:
             warnings.warn(
                 f"Too little shared memory: {lacking}. The exchange goes on through "
                 "MPI, slower.",
@@ -327,7 +336,7 @@ class SharedMemoryCommunicator(Communicator):
         check_open(self._closed)
         node = self._connect()
         if node is None:
-            self._host.barrier()
+            self._fallback.barrier()
         else:
             node.rendezvous.meet_alike(BARRIER)
 

@@ -39,12 +39,21 @@ class Node(NamedTuple):
         size: how many ranks.
         rendezvous: where they meet.
         quiet: runs NumPy's functions.
+        takers: how many of the ranks, from the first on, take a slice.
+        across: combines a slice with other nodes', in place; `None` if there are none.
     """
 
     rank: int
     size: int
     rendezvous: Rendezvous
     quiet: Quiet
+    takers: int
+    across: Callable[[np.ndarray, Op], None] | None = None
+
+    def slices(self, length: int, itemsize: int) -> list[slice]:
+        """Returns each rank's slice of a buffer; those of some may be empty."""
+        cuts = slices(length, self.takers, itemsize)
+        return cuts + [slice(length, length)] * (self.size - self.takers)
 
 
 class Reduction(abc.ABC):
@@ -61,11 +70,13 @@ class _Slot(NamedTuple):
     Attributes:
         mine: this rank's bytes.
         combine: combines this rank's slice of all ranks' bytes.
+        result: that slice, combined.
         results: each rank's slice of the result, and where in the chunk it belongs.
     """
 
     mine: np.ndarray
     combine: Callable[[], None]
+    result: np.ndarray
     results: list[tuple[slice, np.ndarray]]
 
 
@@ -172,7 +183,7 @@ class Sliced(Reduction):
         dtype: np.dtype,
         op: Op,
     ) -> None:
-        self._node, self._label = node, label
+        self._node, self._label, self._op = node, label, op
         step = slots[0][0].size // dtype.itemsize
         known: dict[int, tuple[_Slot, _Slot]] = {}
         self._pieces: list[tuple[slice, tuple[_Slot, _Slot]]] = []
@@ -188,7 +199,7 @@ class Sliced(Reduction):
     ) -> _Slot:
         size = length * dtype.itemsize
         parts = [part[:size].view(dtype) for part in ranks]
-        cuts = slices(length, self._node.size, dtype.itemsize)
+        cuts = self._node.slices(length, dtype.itemsize)
         mine = cuts[self._node.rank]
         combine = combiner([p[mine] for p in parts], self._node.rank, op, spread=False)
         places = [
@@ -197,6 +208,7 @@ class Sliced(Reduction):
         return _Slot(
             ranks[self._node.rank][:size],
             combine,
+            parts[self._node.rank][mine],
             [(place, part[place]) for place, part in zip(places, ranks, strict=True)],
         )
 
@@ -212,6 +224,8 @@ class Sliced(Reduction):
             copy_bytes(part, slot.mine)
             step = rendezvous.meet_alike(self._label)
             slot.combine()
+            if self._node.across is not None and slot.result.size:
+                self._node.across(slot.result, self._op)
             rendezvous.meet(REDUCED, step)
             for where, result in slot.results:
                 copy_bytes(result, part[where])
@@ -233,17 +247,25 @@ class InPlace(Reduction):
     def __init__(
         self, node: Node, label: Label, buffers: Sequence[np.ndarray], op: Op
     ) -> None:
-        self._node, self._label = node, label
+        self._node, self._label, self._op = node, label, op
         first = buffers[0]
-        mine = slices(first.size, node.size, first.dtype.itemsize)[node.rank]
-        self._combine = combiner([b[mine] for b in buffers], node.rank, op, spread=True)
+        mine = node.slices(first.size, first.dtype.itemsize)[node.rank]
+        parts = [buffer[mine] for buffer in buffers]
+        spread = node.across is None
+        self._combine = combiner(parts, node.rank, op, spread=spread)
+        self._result = parts[node.rank]
+        self._others = [p.view(np.uint8) for p in parts if p is not self._result]
 
     def run(self, buffer: np.ndarray) -> None:
         """Combines the buffers; `buffer` is this rank's."""
-        rendezvous = self._node.rendezvous
-        step = rendezvous.meet_alike(self._label)
-        self._node.quiet(self._combine)
-        rendezvous.meet(REDUCED, step)
+        node = self._node
+        step = node.rendezvous.meet_alike(self._label)
+        node.quiet(self._combine)
+        if node.across is not None and self._result.size:
+            node.across(self._result, self._op)
+            for other in self._others:
+                copy_bytes(self._result.view(np.uint8), other)
+        node.rendezvous.meet(REDUCED, step)
 
 
 def slices(length: int, ranks: int, itemsize: int) -> list[slice]:
@@ -293,6 +315,8 @@ def combiner(
     def combine_wide(piece: list[np.ndarray], into: np.ndarray) -> None:
         # Elsewhere first: this rank's own terms may not have had their turn.
         sums, *terms = piece
+        if not terms:
+            return  # a rank alone: its array is the result
         for part in terms[:-1]:
             out = scratch[: into.size]
             ufunc(sums, part, out=out)

@@ -1,0 +1,253 @@
+"""The communicator of several nodes: shared memory within each, MPI between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distkeras.communicators._base import Communicator
+from distkeras.communicators._base import Op
+from distkeras.communicators._checks import check_buffer
+from distkeras.communicators._checks import check_op
+from distkeras.communicators._checks import check_open
+from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._shared_memory import SharedMemoryCommunicator
+
+
+class _NodePart(SharedMemoryCommunicator):
+    """The ranks of one node, whose slices are combined with other nodes' as well."""
+
+    def __init__(
+        self,
+        host: MPICommunicator,
+        everyone: MPICommunicator,
+        peers: MPICommunicator | None,
+        takers: int,
+        chunk_bytes: int,
+    ) -> None:
+        super().__init__(host, chunk_bytes=chunk_bytes)
+        self._fallback = everyone
+        self._peers = peers
+        self._takers = takers
+
+    def _beyond(self) -> tuple[int, Callable[[np.ndarray, Op], None]]:
+        return self._takers, self._across
+
+    def _across(self, part: np.ndarray, op: Op) -> None:
+        if self._peers is not None:
+            self._peers.allreduce(part, op)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank of the node has ended."""
+        return self._node is not None and self._node.rendezvous.broken is not None
+
+
+class HierarchicalCommunicator(Communicator):
+    """Collectives among ranks of several nodes, each byte sent between them once.
+
+    An allreduce has three parts: the ranks of a node combine their buffers in shared
+    memory, each a slice; each rank combines its slice with those of its peers on the
+    other nodes, by MPI; and all read the slices of their node. So a node sends what
+    a single rank would, by as many ranks as it has.
+
+    Nodes may have different numbers of ranks: as many slices are made as the smallest
+    node has ranks, and the further ranks of larger nodes take part in the first and
+    the last part only.
+
+    Results are the same bits on every rank: elements are combined within a node in
+    the order of ranks, then over nodes as MPI does. Half precision is combined in
+    `float32`, between nodes too, and rounded once. What is no allreduce goes to the MPI
+    communicator it is composed with.
+
+    Args:
+        host: the MPI communicator to compose with, owned from here on; by default a
+            duplicate of MPI's world.
+        node_of_rank: which node each rank belongs to, by rank, any numbers. By default
+            what MPI finds. To try on one node how several would do: it must not
+            join ranks that share no memory.
+        chunk_bytes: largest part of an ordinary buffer that goes through the three
+            parts at a time.
+
+    Example:
+        >>> communicator = HierarchicalCommunicator()
+        >>> buffer = np.ones(3, "float32")
+        >>> communicator.allreduce(buffer)
+        >>> bool((buffer == communicator.size).all())
+        True
+        >>> communicator.close()
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        host: MPICommunicator | None = None,
+        *,
+        node_of_rank: Sequence[int] | None = None,
+        chunk_bytes: int = 4 << 20,
+    ) -> None:
+        """Makes the groups of ranks of a node, and of peers; collective."""
+        self._host = MPICommunicator() if host is None else host
+        if node_of_rank is not None and len(node_of_rank) != self._host.size:
+            raise ValueError(
+                f"Expected node_of_rank to name {self._host.size} nodes, one a rank. "
+                f"Received: {len(node_of_rank)}"
+            )
+        self._node_of_rank = node_of_rank
+        self._chunk_bytes = chunk_bytes
+        self._closed = False
+        local = self._group(self._node_color(), self._host.rank)
+        everyone = self._host.allgather_object((local.rank, local.size))
+        self._node_sizes = tuple(size for rank, size in everyone if rank == 0)
+        takers = min(self._node_sizes)
+        # Of a node's further ranks, those of one number have a group too, unused.
+        peers = self._group(local.rank, self._host.rank)
+        self._peers = peers
+        taking = peers if local.rank < takers else None
+        self._local = _NodePart(local, self._host, taking, takers, chunk_bytes)
+
+    def _node_color(self) -> int:
+        """Returns a number that the ranks of this node have in common."""
+        if self._node_of_rank is not None:
+            numbers = sorted(set(self._node_of_rank))
+            return numbers.index(self._node_of_rank[self._host.rank])
+        from mpi4py import MPI
+
+        node = self._host.mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, self._host.rank)
+        first = int(node.bcast(self._host.rank))
+        node.Free()
+        return first
+
+    def _group(self, color: int, key: int) -> MPICommunicator:
+        """Returns the communicator of the ranks of one color; collective."""
+        comm = self._host.mpi_comm.Split(color, key)
+        made = MPICommunicator(comm, parent=self._host.calls)
+        comm.Free()
+        return made
+
+    @property
+    def rank(self) -> int:
+        """This process' number, 0 to `size - 1`."""
+        return self._host.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._host.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process' number among the ranks that share its memory."""
+        return self._host.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks that share this node's memory."""
+        return self._host.local_size
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host name of every rank, by rank."""
+        return self._host.hosts
+
+    @property
+    def host(self) -> MPICommunicator:
+        """The MPI communicator it is composed with."""
+        return self._host
+
+    @property
+    def node_sizes(self) -> Sequence[int]:
+        """How many ranks each node has, by the node's first rank."""
+        return self._node_sizes
+
+    def allreduce(self, buffer: Any, op: Op = "sum") -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: flat NumPy array, the same length and dtype on every rank; on all
+                ranks one from `allocate`, or on none.
+            op: "sum", "min", "max" or "product". Of booleans, "sum" is "or" and
+                "product" is "and".
+        """
+        check_open(self._closed)
+        dtype = getattr(buffer, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.itemsize < 4 and dtype.kind in "fV":
+            check_op(op)
+            check_buffer(buffer, writable=True)
+            wide = buffer.astype(np.float32)
+            self._local.allreduce(wide, op)
+            with np.errstate(over="ignore"):  # beyond the type's range: infinity
+                buffer[...] = wide.astype(dtype)
+            return
+        self._local.allreduce(buffer, op)
+
+    def allocate(self, length: int, dtype: Any) -> np.ndarray:
+        """Returns zeros that `allreduce` combines without copying; collective.
+
+        See `SharedMemoryCommunicator.allocate`. Half precision gets an ordinary array.
+        """
+        check_open(self._closed)
+        dtype = np.dtype(dtype)
+        if dtype.itemsize < 4 and dtype.kind in "fV":
+            return super().allocate(length, dtype)
+        return self._local.allocate(length, dtype)
+
+    def allgather(self, buffer: Any) -> list[Any]:
+        """Returns every rank's `buffer`, by rank, by MPI."""
+        check_open(self._closed)
+        return self._host.allgather(buffer)
+
+    def broadcast(self, buffer: Any, root: int = 0) -> None:
+        """Overwrites `buffer` with that of rank `root`, in place, by MPI."""
+        check_open(self._closed)
+        self._host.broadcast(buffer, root)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        check_open(self._closed)
+        self._local.barrier()
+        if len(self._node_sizes) > 1:
+            if self._local.rank == 0:
+                self._peers.barrier()
+            self._local.barrier()
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Returns rank `root`'s object, by MPI."""
+        check_open(self._closed)
+        return self._host.broadcast_object(obj, root)
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, by rank, by MPI."""
+        check_open(self._closed)
+        return self._host.allgather_object(obj)
+
+    def duplicate(self) -> HierarchicalCommunicator:
+        """Returns the same group with a message space of its own; collective."""
+        check_open(self._closed)
+        return type(self)(
+            self._host.duplicate(),
+            node_of_rank=self._node_of_rank,
+            chunk_bytes=self._chunk_bytes,
+        )
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all processes of the job at once with exit code `code`."""
+        self._host.abort(code)
+
+    def close(self) -> None:
+        """Gives shared memory back and frees MPI's communicators; collective, once.
+
+        After another rank's end nothing is given back: that would wait for it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        broken = self._local.broken
+        self._local.close()
+        if not broken:
+            self._peers.close()
+            self._host.close()
