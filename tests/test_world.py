@@ -144,7 +144,7 @@ def test_another_choice_comes_too_late(world: Communicator) -> None:
     other = "mpi" if world.name == "single" else "single"
     with pytest.raises(CommunicatorError, match=f"{world.name!r} already.*{other!r}"):
         distkeras.init(other)
-    words = "single, mpi, shared_memory, nccl"
+    words = "single, mpi, shared_memory, hierarchical, nccl"
     with pytest.raises(CommunicatorError, match=f"one of {words}.*'gloo'"):
         distkeras.init("gloo")
 
@@ -227,7 +227,7 @@ def test_alone_imports_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("word", ("single", "mpi", "shared_memory"))
+@pytest.mark.parametrize("word", ("single", "mpi", "shared_memory", "hierarchical"))
 def test_alone_by_the_word_of_the_environment(tmp_path: Path, word: str) -> None:
     result = alone(
         tmp_path,
@@ -247,7 +247,9 @@ def test_an_unknown_word_is_an_error(tmp_path: Path) -> None:
     text = "import distkeras; distkeras.init()"
     result = alone(tmp_path, text, DISTKERAS_COMMUNICATOR="gloo")
     assert result.code == 1
-    assert "to be one of single, mpi, shared_memory, nccl" in result.output
+    assert (
+        "to be one of single, mpi, shared_memory, hierarchical, nccl" in result.output
+    )
 
 
 @pytest.mark.launches

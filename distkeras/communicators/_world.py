@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import warnings
+from collections.abc import Callable
 
 from distkeras import _horovod
 from distkeras._errors import CommunicatorError
@@ -19,6 +20,7 @@ from distkeras.communicators._agreement import agree
 from distkeras.communicators._agreement import collectively
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
+from distkeras.communicators._hierarchical import HierarchicalCommunicator
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
@@ -26,7 +28,13 @@ from distkeras.communicators._shared_memory import SharedMemoryCommunicator
 from distkeras.communicators._single import SingleCommunicator
 
 VARIABLE = "DISTKERAS_COMMUNICATOR"
-WORDS = ("single", "mpi", "shared_memory", "nccl")
+WORDS = ("single", "mpi", "shared_memory", "hierarchical", "nccl")
+
+_HOST_KINDS: dict[str, Callable[[MPICommunicator], Communicator]] = {
+    "mpi": lambda host: host,
+    "shared_memory": SharedMemoryCommunicator,
+    "hierarchical": HierarchicalCommunicator,
+}
 
 
 @dataclasses.dataclass
@@ -54,11 +62,12 @@ def init(
     exception on one rank end the whole job, and watches that no rank waits for ever.
 
     Args:
-        communicator: "single", "mpi", "shared_memory" or "nccl". By default what the
-            environment variable `DISTKERAS_COMMUNICATOR` says, else what fits. For
-            one process that is `single`. For several: `nccl` if every one of them
-            can use its GPU by CuPy and NCCL, else `shared_memory` if all are on one
-            node, else `mpi`.
+        communicator: "single", "mpi", "shared_memory", "hierarchical" or "nccl". By
+            default what the environment variable `DISTKERAS_COMMUNICATOR` says, else
+            what fits. For one process that is `single`. For several: `nccl` if
+            every one of them can use its GPU by CuPy and NCCL, else `shared_memory`
+            if all are on one node, else `hierarchical` if any node has several, else
+            `mpi`.
         timeout: seconds that a rank may wait for others in a collective, before the
             job is ended with a report of where each rank stands; 0 for no limit. By
             default what the environment variable `DISTKERAS_TIMEOUT` says, else 600.
@@ -178,8 +187,8 @@ def _create_alone(word: str | None, origin: str, launcher: Launcher | None) -> _
             stacklevel=4,
         )
         return _World(SingleCommunicator(), f"single ({why}; MPI cannot be loaded)")
-    if word in ("mpi", "shared_memory"):
-        made = host if word == "mpi" else SharedMemoryCommunicator(host)
+    if word != "nccl":
+        made = _HOST_KINDS[word](host)
         return _World(made, _line(made, host.library, f"{origin}={word}"))
     nccl = NCCLCommunicator(host)
     return _World(nccl, _line(nccl, nccl.library, f"{origin}={word}"))
@@ -202,8 +211,8 @@ def _create_together(
         word, why = _choose(host, launcher)
     if word == "single":
         return _separate(host, origin)
-    if word in ("mpi", "shared_memory"):
-        made = host if word == "mpi" else SharedMemoryCommunicator(host)
+    if word != "nccl":
+        made = _HOST_KINDS[word](host)
         return _World(made, _line(made, host.library, why, device))
     nccl = NCCLCommunicator(host)
     library = f"{nccl.library}, {host.library}"
@@ -218,8 +227,11 @@ def _choose(host: Communicator, launcher: Launcher) -> tuple[str, str]:
     if not lacking:
         return "nccl", why
     where = "" if len(lacking) == host.size else f" on {name_ranks(lacking)}"
-    together = host.local_size == host.size
-    word = "shared_memory" if together else "mpi"
+    sizes = host.allgather_object(host.local_size)
+    if host.local_size == host.size:
+        word = "shared_memory"
+    else:
+        word = "hierarchical" if max(sizes) > 1 else "mpi"
     return word, f"{why}; no nccl{where}: {reasons[lacking[0]]}"
 
 
