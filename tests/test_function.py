@@ -261,7 +261,10 @@ def test_opened_gpus_are_explained() -> None:
     assert "opened GPU 0, 1" in text and "Restart the kernel" in text
 
 
-def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_caller_ends_the_ranks(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -281,12 +284,17 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
         )
     )
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     pids = wait_for_pids(tmp_path, 2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=10)
-    assert (out, process.returncode) == ("interrupted\n", 0)
+    if number == signal.SIGINT:
+        assert (out, process.returncode) == ("interrupted\n", 0)
+        assert not list(tmp_path.glob("distkeras-run-*"))
     assert_gone(pids)
 
 
