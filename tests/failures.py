@@ -102,9 +102,9 @@ FAULTS = (
         "another collective than the others'",
         "import distkeras; distkeras.broadcast_object('mine')",
         (
-            r"ranks are in different collectives|wait for each other|ended the script",
+            r"in different collectives|wait for each other|ended the script|same calls",
             r"rank 0",
-            r"job\.py:\d+, in reach",
+            r"job\.py:\d+, in reach|job\.py\", line \d+",
         ),
         rank=0,
     ),
@@ -429,10 +429,10 @@ is left:
 
 A cell is the job's exit code, and the seconds from the fault to the launcher's end,
 with {ranks} ranks. Where a rank is stuck the time includes the timeout, here
-{timeout:g} s; the default is 600 s (`distkeras.init(timeout=seconds)`, `DISTKERAS_TIMEOUT=seconds`, 0 for
-none). Nothing but the timeout ends a job whose late rank may still come: a rank that
-compiles or writes a checkpoint is waited for. A rank that has ended its script waits
-for the others as long as these compute.
+{timeout:g} s; the default is 600 s (`distkeras.init(timeout=seconds)` or the variable
+`DISTKERAS_TIMEOUT=seconds`, 0 for none). Nothing but the timeout ends a job whose late
+rank may still come: a rank that compiles or writes a checkpoint is waited for. A rank
+that has ended its script waits for the others as long as these compute.
 
 | exit code | meaning |
 | --- | --- |

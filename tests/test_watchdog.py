@@ -414,3 +414,28 @@ def test_an_interactive_session_gets_reports_only(tmp_path: Path) -> None:
     assert result.output.count("reached") == 2
     assert result.output.count("rank 1 is late") == 1, result.tail
     assert "are ended" not in result.output
+
+
+@pytest.mark.parametrize("alone", ["broadcast_object", "allgather"])
+def test_a_call_of_one_rank_alone_is_an_error_of_all(
+    world: Communicator, alone: str
+) -> None:
+    """Where MPI alone would hand one call's bytes to the other."""
+    if world.size == 1:
+        pytest.skip("one rank makes the same calls as itself")
+    communicator = MPICommunicator()
+    with pytest.raises(CommunicatorError, match="same calls in the same order") as info:
+        if alone == "allgather" and world.rank == 0:
+            communicator.allgather(np.ones(2))
+        elif alone == "allgather":
+            communicator.allgather_object("x")
+        else:
+            if world.rank == 0:  # the root waits for nobody
+                communicator.broadcast_object("mine")
+            communicator.allgather_object("x")
+    if alone == "allgather":
+        others = "ranks" if world.size > 2 else "rank"
+        assert "rank 0 in allgather (call " in str(info.value)
+        assert f"{others} 1" in str(info.value)
+    communicator.mpi_comm.Free()
+    communicator.calls.close()

@@ -17,10 +17,13 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
+from typing import NoReturn
 
 import numpy as np
 
 from distkeras._errors import CommunicatorError
+from distkeras.communicators._agreement import name_ranks
+from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
@@ -90,6 +93,10 @@ def _check_thread_level(MPI: Any) -> None:  # noqa: N803
     if level < MPI.THREAD_SERIALIZED:
         raise CommunicatorError(text)
     warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+# From where on halving the bytes is worth a second message.
+_SLICED_BYTES = 1 << 16
 
 
 class _Layout(NamedTuple):
@@ -221,10 +228,32 @@ class MPICommunicator(Communicator):
 
     def _combine_narrow(self, part: np.ndarray, op: str) -> None:
         """Combines a chunk that MPI cannot add, through float32."""
+        if part.nbytes >= _SLICED_BYTES and self._size > 1:
+            self._combine_slices(part, op)
+            return
         wide = part.astype(np.float32)
         self._combine(wide, op)
         with np.errstate(over="ignore"):  # beyond the type's range: infinity
             part[...] = wide.astype(part.dtype)
+
+    def _combine_slices(self, part: np.ndarray, op: str) -> None:
+        """Lets each rank combine a slice for all, so that two bytes a number travel."""
+        counts = [len(piece) for piece in np.array_split(part, self._size)]
+        mine = counts[self._rank]
+        received = np.empty((self._size, mine), part.dtype)
+        raw = self._mpi.UINT16_T
+        self._comm.Alltoallv(
+            [part.view(np.uint16), counts, raw],
+            [received.view(np.uint16), [mine] * self._size, raw],
+        )
+        wide = received[0].astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for other in received[1:]:
+                UFUNCS[op](wide, other, out=wide, dtype=np.float32, casting="unsafe")
+            combined = wide.astype(part.dtype)
+        self._comm.Allgatherv(
+            [combined.view(np.uint16), raw], [part.view(np.uint16), counts, raw]
+        )
 
     def _combine(self, part: np.ndarray, op: str) -> None:
         """Combines one chunk of a dtype that MPI knows."""
@@ -253,13 +282,17 @@ class MPICommunicator(Communicator):
         check_open(self._closed)
         self._check_host(buffer, writable=False)
         with self._calls("allgather", buffer.nbytes):
-            parts = self._allgather_bytes(_as_bytes(buffer))
+            parts = self._allgather_bytes(_as_bytes(buffer), objects=False)
         return [part.view(buffer.dtype) for part in parts]
 
-    def _allgather_bytes(self, data: np.ndarray) -> list[np.ndarray]:
+    def _allgather_bytes(self, data: np.ndarray, *, objects: bool) -> list[np.ndarray]:
         """Returns every rank's bytes, in arrays of their own."""
-        counts = np.empty(self._size, np.int64)
-        self._comm.Allgather(np.array([data.size], np.int64), counts)
+        mine = np.array([data.size, self._calls.entered, objects], np.int64)
+        everyone = np.empty((self._size, mine.size), np.int64)
+        self._comm.Allgather(mine, everyone)
+        if (everyone[:, 1:] != mine[1:]).any():
+            self._raise_different(everyone[:, 1:].tolist())
+        counts = everyone[:, 0]
         results = [np.empty(count, np.uint8) for count in counts]
         total = int(counts.sum())
         if total <= self.chunk_bytes:
@@ -338,7 +371,8 @@ class MPICommunicator(Communicator):
         failed, data, problem = _pickle(obj)
         with self._calls("allgather_object", data.size):
             head = np.array([failed, self._calls.entered], np.int64)
-            parts = self._allgather_bytes(np.concatenate([_as_bytes(head), data]))
+            joined = np.concatenate([_as_bytes(head), data])
+            parts = self._allgather_bytes(joined, objects=True)
             heads = [part[: head.nbytes].tobytes() for part in parts]
             parts = [part[head.nbytes :] for part in parts]
             flags = []
@@ -356,6 +390,19 @@ class MPICommunicator(Communicator):
             obj if rank == self._rank else pickle.loads(part.data)
             for rank, part in enumerate(parts)
         ]
+
+    def _raise_different(self, calls: list[tuple[int, bool]]) -> NoReturn:
+        """Raises, on every rank alike, as ranks are in different collectives."""
+        held: dict[str, list[int]] = {}
+        for rank, (number, objects) in enumerate(calls):
+            verb = "allgather_object" if objects else "allgather"
+            held.setdefault(f"{verb} (call {number})", []).append(rank)
+        lines = "; ".join(f"{name_ranks(r)} in {what}" for what, r in held.items())
+        raise CommunicatorError(
+            "Expected all ranks to make the same calls in the same order. Received: "
+            f"{lines}. A callback or a branch that runs on one rank only must call no "
+            "collective."
+        )
 
     def _check_number(self, rank: int, number: int) -> None:
         """Raises if a rank's message belongs to another call than this one.
