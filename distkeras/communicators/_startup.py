@@ -40,7 +40,8 @@ def guard(timeout: float, local_size: int | None) -> Iterator[None]:
         timeout: seconds, 0 for no limit.
         local_size: the number of ranks of this node, where known.
     """
-    if not Path("/proc/self/stat").exists() or not sys.executable:
+    usable = Path("/proc/self/stat").exists() and Path(__file__).exists()
+    if not usable or not sys.executable:
         yield
         return
     command = [sys.executable, "-I", "-S", __file__]
