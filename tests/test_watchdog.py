@@ -224,7 +224,10 @@ def test_different_calls_of_one_number() -> None:
     wait = wait_in("1", 5)
     theirs = wait_in("1", 5, "broadcast", where="train.py:9, in callback")
     same = state(1, wait, asked=wait.call)
-    verdict = judge(state(0, wait), same, state(2, theirs, asked=theirs.call))
+    ranks = state(0, wait), same, state(2, theirs, asked=theirs.call)
+    verdict = judge(*ranks)
+    assert verdict is not None and not verdict.certain
+    verdict = judge(*ranks, before=ranks)
     assert verdict is not None and verdict.certain
     assert verdict.code == OUT_OF_STEP
     assert "ranks 0, 1 in allreduce (call 5" in verdict.summary
@@ -304,10 +307,11 @@ def test_report_names_ranks_that_tell_the_same_together() -> None:
 def test_messages_stay_small() -> None:
     """Small enough that no MPI waits for the receiver, who may be stopped."""
     lines = [f'File "/a/path/{os.urandom(9).hex()}.py", line {n}' for n in range(500)]
-    data = _watchdog._pack(("tell", state(0, stack="\n".join(lines))))
+    data = _watchdog._pack(("tell", state(0, stack="\n".join(lines)), "1", 5))
     assert len(data) <= 3500
-    kind, got = pickle.loads(zlib.decompress(data))
+    kind, got, *question = pickle.loads(zlib.decompress(data))
     assert kind == "tell" and got.stack.splitlines()[-1] == lines[-1]
+    assert question == ["1", 5]
 
 
 # The option

@@ -4,7 +4,7 @@ Everything here is a function of the answers: who is late, and whether that can 
 well. A verdict before the timeout needs certainty, as a rank that is merely slow must
 never be ended:
 
-- two ranks whose calls of the same number on a communicator differ;
+- two ranks whose calls of the same number on a communicator differ, seen twice;
 - a rank that has ended its script and is waited for;
 - two ranks that wait for each other on different communicators, when the thread that
   waits is the one that drives its rank, and nothing else there computes.
@@ -127,14 +127,18 @@ def judge(
         elapsed: seconds between the two.
     """
     return (
-        _different_calls(me, wait, states)
+        _different_calls(me, wait, states, before, elapsed)
         or _left(states)
         or _waiting_for_each_other(states, before, elapsed)
     )
 
 
 def _different_calls(
-    me: int, wait: Wait, states: Mapping[int, State]
+    me: int,
+    wait: Wait,
+    states: Mapping[int, State],
+    before: Mapping[int, State],
+    elapsed: float,
 ) -> Verdict | None:
     """Compares the calls of one number on one communicator."""
     held: dict[tuple[object, ...], list[int]] = {wait.call.key: [me]}
@@ -143,6 +147,11 @@ def _different_calls(
             held.setdefault(state.asked.key, []).append(rank)
     if len(held) == 1:
         return None
+    # A rank that is about to enter may not have written down all of it yet.
+    differ = [r for key, ranks in held.items() if key != wait.call.key for r in ranks]
+    seen = elapsed >= 1 and any(
+        r in before and before[r].asked == states[r].asked for r in differ
+    )
     parts = []
     for ranks in sorted(held.values()):
         first = ranks[0]
@@ -154,6 +163,7 @@ def _different_calls(
         OUT_OF_STEP,
         f"ranks are in different collectives: {'; '.join(parts)}.",
         _SAME_CALLS,
+        certain=seen,
     )
 
 

@@ -247,7 +247,7 @@ class _Watchdog:
             entered=entered,
             asked=None if calls is None else calls.find(number),
             waits=waits,
-            busy=_busy({w.call.thread for w in waits}),
+            busy=_busy(),
             where="" if self._left else _stacks.where(),
             stack=text,
         )
@@ -290,11 +290,19 @@ class _Watchdog:
             kind, *content = pickle.loads(zlib.decompress(data))
             if kind == "ask":
                 self._quiet_until = time.monotonic() + _HOLD
-                self._send(source, ("tell", self._state(*content)))
+                self._send(source, ("tell", self._state(*content), *content))
             else:
                 self._unanswered.pop(source, None)
-                if self._inquiry is not None:
-                    self._inquiry.states[source] = content[0]
+                self._take_answer(source, *content)
+
+    def _take_answer(self, source: int, state: State, name: str, number: int) -> None:
+        """Adds an answer to the inquiry; it may come late, after another question."""
+        inquiry = self._inquiry
+        if inquiry is None or source not in inquiry.expected:
+            return
+        if (name, number) != (inquiry.wait.name, inquiry.wait.call.number):
+            state = dataclasses.replace(state, asked=None)
+        inquiry.states[source] = state
 
     def _conclude(self, inquiry: _Inquiry) -> None:
         """Decides what follows from the answers."""
@@ -511,12 +519,18 @@ def _driver(thread: int, calling: list[int]) -> str:
     return "main" if calling == [thread] else "other"
 
 
-def _busy(waiting_threads: set[int]) -> float:
+def _busy() -> float:
     """Returns CPU seconds of this process but for threads that do not work."""
     total = time.process_time() - time.thread_time()
-    for thread in waiting_threads - {threading.get_ident()}:
-        with contextlib.suppress(OSError, AttributeError):
-            total -= time.clock_gettime(time.pthread_getcpuclockid(thread))
+    seen = set()
+    for calls in _waiting.open_calls():
+        # Looked up just before: the clock of a thread that has ended must not be
+        # asked for, and one in a call is alive.
+        call = calls.current
+        if call is not None and call.thread not in seen:
+            seen.add(call.thread)
+            with contextlib.suppress(OSError, AttributeError):
+                total -= time.clock_gettime(time.pthread_getcpuclockid(call.thread))
     return total
 
 
@@ -527,7 +541,8 @@ def _pack(message: Any) -> bytes:
         state = message[1]
         lines = state.stack.splitlines()
         kept = lines[len(lines) // 4 + 1 :]
-        message = ("tell", dataclasses.replace(state, stack="\n".join(kept)))
+        shorter = dataclasses.replace(state, stack="\n".join(kept))
+        message = ("tell", shorter, *message[2:])
         data = zlib.compress(pickle.dumps(message))
     return data
 
