@@ -88,6 +88,10 @@ def place_matters(ufunc: np.ufunc, dtype: np.dtype) -> bool:
             ufunc(out, second, out=out)
             if out.tobytes() != expected:
                 return True
+            out[...] = second
+            ufunc(first, out, out=out)
+            if out.tobytes() != expected:
+                return True
     return False
 
 

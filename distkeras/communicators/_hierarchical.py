@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from distkeras.communicators._arithmetic import UFUNCS
+from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
@@ -15,6 +17,10 @@ from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
+
+_LONG = 1 << 16  # bytes, from which on bandwidth matters more than latency
+_PIECE = 1 << 20  # bytes that are sent at a time
+_FLYING = 4
 
 
 class _NodePart(SharedMemoryCommunicator):
@@ -37,8 +43,46 @@ class _NodePart(SharedMemoryCommunicator):
         return self._takers, self._across
 
     def _across(self, part: np.ndarray, op: Op) -> None:
-        if self._peers is not None:
-            self._peers.allreduce(part, op)
+        """Combines this rank's slice with its peers', in place."""
+        peers = self._peers
+        if peers is None:
+            return
+        plain = part.dtype.kind in "iuf" and not place_matters(UFUNCS[op], part.dtype)
+        if peers.size == 2 and plain and part.nbytes >= _LONG:
+            with peers.calls("allreduce", part.nbytes, op):
+                self._swap(peers, part, UFUNCS[op])
+        else:
+            peers.allreduce(part, op)
+
+    def _swap(self, peers: MPICommunicator, part: np.ndarray, ufunc: np.ufunc) -> None:
+        """Combines with one peer: both send all they have, at the same time.
+
+        That sends no more than a ring does, and keeps both directions of the link
+        busy. The next pieces travel while one is added.
+        """
+        step = _PIECE // part.dtype.itemsize
+        pieces = [part[i : i + step] for i in range(0, part.size, step)]
+        comm, other = peers.mpi_comm, 1 - peers.rank
+        rooms = [np.empty(step, part.dtype) for _ in range(min(_FLYING, len(pieces)))]
+        flying: list[tuple[Any, Any]] = []
+
+        def start(number: int) -> None:
+            piece = pieces[number]
+            room = rooms[number % _FLYING][: piece.size]
+            flying.append((comm.Irecv(room, other, 0), comm.Isend(piece, other, 0)))
+
+        for number in range(len(rooms)):
+            start(number)
+        for number, piece in enumerate(pieces):
+            receipt, sending = flying[number]
+            receipt.Wait()
+            sending.Wait()
+            theirs = rooms[number % _FLYING][: piece.size]
+            # In the order of ranks, on both: they must get the same bits.
+            pair = (theirs, piece) if peers.rank else (piece, theirs)
+            ufunc(*pair, out=piece)
+            if number + len(rooms) < len(pieces):
+                start(number + len(rooms))
 
     @property
     def broken(self) -> bool:

@@ -91,7 +91,7 @@ class SharedMemoryCommunicator(Communicator):
         self,
         host: MPICommunicator | None = None,
         *,
-        chunk_bytes: int = 1 << 19,
+        chunk_bytes: int = 1 << 20,
         direct_bytes: int = 1 << 14,
     ) -> None:
         """Checks that the ranks share memory; collective."""
