@@ -13,7 +13,9 @@ from distkeras import backends
 from distkeras.communicators import Communicator
 from distkeras.communicators import world
 from distkeras.gradients import DEFAULT_BUCKET_BYTES
+from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import make_wire
 
 _EXCHANGE = "_distkeras_exchange"
 
@@ -23,6 +25,8 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
     *,
     communicator: Communicator | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    compression: Compression | None = None,
+    error_feedback: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average gradients over ranks before it applies them.
 
@@ -39,12 +43,15 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
             `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`.
         communicator: the ranks to average over; by default all of them.
         bucket_bytes: gradients are fused into buffers of at most so many bytes.
+        compression: of gradients on the wire, as for `Trainer`.
+        error_feedback: as for `Trainer`.
 
     Returns:
         `optimizer` itself. At world size 1 nothing about it has changed.
 
     Raises:
         TypeError: if `optimizer` is not a Keras optimizer.
+        ValueError: if an option has no meaning.
         MismatchError: by `apply`, on every rank, if gradients differ over ranks in
             number, order, shape or dtype.
 
@@ -62,12 +69,13 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
             "Expected a Keras optimizer, such as `keras.optimizers.SGD(0.1)`. "
             f"Received: optimizer={optimizer!r} of type {type(optimizer).__name__}"
         )
+    wire = make_wire(compression, error_feedback=error_feedback)
     if is_distributed(optimizer):
         return optimizer
     group = communicator or world()
     if group.size == 1:
         return optimizer
-    exchange = GradientExchange(group, bucket_bytes=bucket_bytes)
+    exchange = GradientExchange(group, bucket_bytes=bucket_bytes, wire=wire)
     object.__setattr__(optimizer, _EXCHANGE, backends.current().exchange(exchange))
     object.__setattr__(optimizer, "__class__", _distributed_class(type(optimizer)))
     return optimizer

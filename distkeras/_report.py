@@ -13,6 +13,7 @@ from distkeras._metrics import taken_to_add_up
 from distkeras._version import __version__
 from distkeras.backends import synchronized_layers
 from distkeras.communicators import Communicator
+from distkeras.gradients import Wire
 
 
 def decisions(
@@ -24,6 +25,7 @@ def decisions(
     rule: str,
     jit_compile: bool,
     split: bool,
+    wire: Wire | None = None,
 ) -> str:
     """Returns the block that `Trainer.fit` logs once, on rank 0.
 
@@ -35,6 +37,7 @@ def decisions(
         rule: the name of the scaling rule.
         jit_compile: whether XLA compiles the step's halves.
         split: whether the model trains with Keras' own `train_step`.
+        wire: codec of what travels.
     """
     weights = model.trainable_variables
     nbytes = sum(math.prod(v.shape) * _itemsize(v.dtype) for v in weights)
@@ -54,6 +57,7 @@ def decisions(
         "learning rate": f"{rate} ({rule})" if rate else "left as it is",
         "gradients": f"{len(weights)} of {nbytes / 2**20:.2f} MiB, averaged by "
         "examples before clipping"
+        + ("" if wire is None else f"; sent as {wire.describe()}")
         + ("" if split else "; exchanged inside the optimizer (own train_step)"),
     }
     title = f"distkeras {__version__}"

@@ -26,7 +26,9 @@ from distkeras._replicas import weight_digests
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.communicators import Communicator
+from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import make_wire
 
 
 @dataclasses.dataclass
@@ -46,6 +48,8 @@ class Session:
         model: the user's.
         communicator: the ranks.
         bucket_bytes: size above which a fusion bucket is closed.
+        compression: of gradients on the wire.
+        error_feedback: whether rounding errors of compression are kept.
         check_replicas: whether epochs end with the proof of exchange.
 
     Attributes:
@@ -58,11 +62,15 @@ class Session:
         communicator: Communicator,
         *,
         bucket_bytes: int,
+        compression: Compression | None,
+        error_feedback: bool,
         check_replicas: bool,
     ) -> None:
         self._model = model
         self._communicator = communicator
         self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._error_feedback = error_feedback
         self._check_replicas = check_replicas
         self.functions: Functions | None = None
 
@@ -99,7 +107,10 @@ class Session:
             if self.functions.state == state:
                 return
             self.functions.exchange.close()
-        exchange = GradientExchange(self._communicator, bucket_bytes=self._bucket_bytes)
+        wire = make_wire(self._compression, error_feedback=self._error_feedback)
+        exchange = GradientExchange(
+            self._communicator, bucket_bytes=self._bucket_bytes, wire=wire
+        )
         graph = backend.exchange(exchange)
         self.functions = Functions(
             exchange=exchange,

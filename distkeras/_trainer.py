@@ -27,7 +27,9 @@ from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators import world
 from distkeras.gradients import DEFAULT_BUCKET_BYTES
+from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import make_wire
 
 
 class Trainer:
@@ -49,6 +51,10 @@ class Trainer:
         seed: of the order in which data is dealt, the same on all ranks. By default
             drawn from Python's `random` on rank 0 at every `fit`.
         bucket_bytes: gradients are fused into buffers of at most so many bytes.
+        compression: `"float16"` or `"bfloat16"` lets float32 gradients travel in half
+            the bytes, summed in float32; for slow networks, at the price of rounding.
+        error_feedback: with `compression`, whether each rank adds what rounding took
+            from its gradients to its next ones (arXiv:1901.09847).
         check_replicas: whether every epoch ends with a proof that gradients were
             exchanged and weights are bit-equal on all ranks.
         communicator: the ranks to train on; by default all of them.
@@ -73,6 +79,8 @@ class Trainer:
         warmup_epochs: float = 0,
         seed: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: Compression | None = None,
+        error_feedback: bool = False,
         check_replicas: bool = True,
         communicator: Communicator | None = None,
     ) -> None:
@@ -86,6 +94,7 @@ class Trainer:
                 "`warmup_epochs` must be a number of epochs >= 0. Received: "
                 f"warmup_epochs={warmup_epochs}"
             )
+        make_wire(compression, error_feedback=error_feedback)  # raises early
         self.model = model
         self.communicator = communicator or world()
         self.learning_rate_scaling = learning_rate_scaling
@@ -96,6 +105,8 @@ class Trainer:
             model,
             self.communicator,
             bucket_bytes=bucket_bytes,
+            compression=compression,
+            error_feedback=error_feedback,
             check_replicas=check_replicas,
         )
         self._rates: list[ScaledRate] = []
@@ -475,6 +486,7 @@ class Trainer:
                 rule=_rule(self.learning_rate_scaling, self._factor),
                 jit_compile=model.jit_compile,
                 split=not backends.current().overrides_train_step(model),
+                wire=None if self.exchange is None else self.exchange.wire,
             )
         )
 

@@ -1,7 +1,8 @@
 """Prints README's tables of equivalence, of what `--record FILE` wrote.
 
 For N = 2 and 3:
-distkeras run -n N -m pytest tests/test_equivalence.py -m "soak or not soak" --record FILE
+distkeras run -n N -m pytest tests/test_equivalence.py -m "soak or not soak" \\
+    --record FILE
 and then: python tests/equivalence_tables.py FILE
 """
 

@@ -112,7 +112,8 @@ def allreduce_on_device(
             for i, output in zip(where, outputs, strict=True):
                 reduced[i] = output
             continue
-        flat = _pack(bucket, [gradients[i] for i in where], share)
+        wire = bucket.dtype if exchange.wire is None else exchange.wire.dtype(bucket)
+        flat = _pack(bucket, [gradients[i] for i in where], share, wire)
         with tf.control_dependencies(after):
             total = tf.py_function(hand_over.sum, [flat], flat.dtype)
         total.set_shape(flat.shape)
@@ -126,12 +127,16 @@ def allreduce_on_device(
     return reduced, done
 
 
-def _pack(bucket: Bucket, gradients: list[tf.Tensor], share: tf.Tensor) -> tf.Tensor:
-    wire = tf.as_dtype(bucket.dtype)
-    share = tf.cast(share, wire)
+def _pack(
+    bucket: Bucket, gradients: list[tf.Tensor], share: tf.Tensor, wire: Any
+) -> tf.Tensor:
+    exact = tf.as_dtype(bucket.dtype)
+    share = tf.cast(share, exact)
     parts = [
         # Not by multiplication alone: a rank without examples may hold NaN.
-        tf.math.multiply_no_nan(tf.cast(tf.reshape(g, [-1]), wire), share)
+        tf.cast(
+            tf.math.multiply_no_nan(tf.cast(tf.reshape(g, [-1]), exact), share), wire
+        )
         for g in gradients
     ]
     return tf.concat(parts, 0) if len(parts) > 1 else parts[0]

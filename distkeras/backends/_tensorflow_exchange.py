@@ -50,6 +50,12 @@ class TensorFlowExchange:
         self.exchange = exchange
         if hand_over is None and exchange.communicator.name == "nccl":
             hand_over = DeviceHandOver(exchange)
+        if hand_over is not None and exchange.wire and exchange.wire.error_feedback:
+            raise ValueError(
+                "Expected `error_feedback=False` with the nccl communicator: rounding "
+                "errors are kept in host memory, where its gradients never are. "
+                "Received: error_feedback=True"
+            )
         self._hand_over = hand_over
         self.examples: tf.Tensor | None = None
 

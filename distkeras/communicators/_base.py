@@ -79,10 +79,7 @@ class Communicator(abc.ABC):
             A flat array; its first byte is aligned to 64 bytes, as frameworks want it
             for taking an array over without a copy.
         """
-        dtype = np.dtype(dtype)
-        raw = np.zeros(length * dtype.itemsize + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        return raw[start : start + length * dtype.itemsize].view(dtype)
+        return aligned_zeros(length, dtype)
 
     @abc.abstractmethod
     def allgather(self, buffer: Any) -> list[Any]:
@@ -115,3 +112,16 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the communicator holds; it cannot be used afterwards."""
+
+
+def aligned_zeros(length: int, dtype: Any) -> np.ndarray:
+    """Returns a flat array of zeros whose first byte is aligned to 64 bytes.
+
+    Args:
+        length: elements.
+        dtype: NumPy's dtype or its name.
+    """
+    dtype = np.dtype(dtype)
+    raw = np.zeros(length * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + length * dtype.itemsize].view(dtype)

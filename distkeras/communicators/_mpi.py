@@ -215,7 +215,7 @@ class MPICommunicator(Communicator):
                 f"Expected a real dtype for op={op!r}, complex numbers have no "
                 f"order. Received: {buffer.dtype}"
             )
-        wire: Callable[[np.ndarray, str], None] = self._combine
+        wire: Callable[[np.ndarray, Op], None] = self._combine
         if buffer.dtype.kind == "b":
             # MPI has logical operations for C's bool, and no others.
             buffer = buffer.view(np.uint8)
@@ -226,9 +226,10 @@ class MPICommunicator(Communicator):
             for part in self._chunks(buffer):
                 wire(part, op)
 
-    def _combine_narrow(self, part: np.ndarray, op: str) -> None:
+    def _combine_narrow(self, part: np.ndarray, op: Op) -> None:
         """Combines a chunk that MPI cannot add, through float32."""
-        if part.nbytes >= _SLICED_BYTES and self._size > 1:
+        two_bytes = part.dtype.itemsize == 2
+        if two_bytes and part.nbytes >= _SLICED_BYTES and self._size > 1:
             self._combine_slices(part, op)
             return
         wide = part.astype(np.float32)
@@ -236,7 +237,7 @@ class MPICommunicator(Communicator):
         with np.errstate(over="ignore"):  # beyond the type's range: infinity
             part[...] = wide.astype(part.dtype)
 
-    def _combine_slices(self, part: np.ndarray, op: str) -> None:
+    def _combine_slices(self, part: np.ndarray, op: Op) -> None:
         """Lets each rank combine a slice for all, so that two bytes a number travel."""
         counts = [len(piece) for piece in np.array_split(part, self._size)]
         mine = counts[self._rank]
@@ -255,7 +256,7 @@ class MPICommunicator(Communicator):
             [combined.view(np.uint16), raw], [part.view(np.uint16), counts, raw]
         )
 
-    def _combine(self, part: np.ndarray, op: str) -> None:
+    def _combine(self, part: np.ndarray, op: Op) -> None:
         """Combines one chunk of a dtype that MPI knows."""
         mpi = self._mpi
         real = part.dtype.kind == "f"

@@ -11,3 +11,6 @@ from distkeras.gradients._plan import canonical_path as canonical_path
 from distkeras.gradients._plan import make_plan as make_plan
 from distkeras.gradients._rows import Rows as Rows
 from distkeras.gradients._rows import nonzero_rows as nonzero_rows
+from distkeras.gradients._wire import Compression as Compression
+from distkeras.gradients._wire import Wire as Wire
+from distkeras.gradients._wire import make_wire as make_wire

@@ -16,6 +16,7 @@ import numpy as np
 
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
+from distkeras.communicators import aligned_zeros
 from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES
 from distkeras.gradients._plan import HEADER
 from distkeras.gradients._plan import Bucket
@@ -32,6 +33,7 @@ from distkeras.gradients._rows import row_bytes
 from distkeras.gradients._rows import split_dense
 from distkeras.gradients._rows import unpack
 from distkeras.gradients._rows import weighted
+from distkeras.gradients._wire import Wire
 
 _EXAMPLES, _STOP, _NONFINITE = 0, 1, 2
 
@@ -46,7 +48,8 @@ class Counters:
             all sparse gradients together an allgather, an allreduce of those that are
             smaller dense, or both.
         messages: small calls that carry counts only: between updates (accumulation),
-            and before sparse gradients for which there is a choice.
+            before sparse gradients for which there is a choice, and before coded
+            buckets.
         bytes: bytes that this rank handed to them.
     """
 
@@ -66,6 +69,7 @@ class GradientExchange:
         communicator: carries the gradients. It is duplicated, so that nothing else
             is ever sent between the messages of a step.
         bucket_bytes: size above which a fusion bucket is closed.
+        wire: codec of what travels; None sends gradients as they are.
 
     Attributes:
         counters: see `Counters`.
@@ -79,9 +83,11 @@ class GradientExchange:
         communicator: Communicator,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        wire: Wire | None = None,
     ) -> None:
         self.communicator = communicator.duplicate()
         self.bucket_bytes = bucket_bytes
+        self.wire = wire
         self.counters = Counters()
         self.examples = 0.0
         self.exhausted = False
@@ -116,10 +122,14 @@ class GradientExchange:
                 self.communicator,
                 "the model's gradients (trainable variables in order, with shape, "
                 "dtype and whether the loss depends on them)",
-                plan.rows,
+                [*plan.rows, self._described_options()],
             )
         self._plans[key] = plan
         return plan
+
+    def _described_options(self) -> str:
+        wire = "as they are" if self.wire is None else self.wire.describe()
+        return f"sent {wire}, bucket_bytes={self.bucket_bytes}"
 
     def announce_stop(self) -> None:
         """Tells all ranks, with the next exchange, that this rank wants to stop."""
@@ -156,12 +166,16 @@ class GradientExchange:
         """
         bucket = plan.buckets[number]
         buffer = self._buffer(plan, number)
-        header = buffer[: HEADER // bucket.dtype.itemsize]
-        header[:] = 0
-        if bucket.reduction == "max":
+        wire = self._wire_of(bucket)
+        if wire is not None:
+            self._reduce_coded(wire, plan, number, buffer, examples, arrays)
+        elif bucket.reduction == "max":
+            self._header(bucket, buffer)[:] = 0
             self._pack_max(bucket, buffer, examples, arrays)
             self._allreduce(buffer, "max")
         else:
+            header = self._header(bucket, buffer)
+            header[:] = 0
             header[_EXAMPLES] = examples
             header[_STOP] = self._stop_requested
             self._pack_mean(bucket, buffer, examples, arrays)
@@ -176,6 +190,36 @@ class GradientExchange:
             .astype(array.dtype, copy=False)
             for p, array in zip(bucket.placements, arrays, strict=True)
         ]
+
+    def _wire_of(self, bucket: Bucket) -> Wire | None:
+        return self.wire if self.wire is not None and self.wire.takes(bucket) else None
+
+    def _reduce_coded(
+        self,
+        wire: Wire,
+        plan: Plan,
+        number: int,
+        buffer: np.ndarray,
+        examples: float,
+        arrays: Sequence[np.ndarray],
+    ) -> None:
+        """Sums shares of the mean: Σ n·g would leave the range of sixteen bits."""
+        bucket = plan.buckets[number]
+        if not any(self._wire_of(before) for before in plan.buckets[:number]):
+            self.reduce_counts(examples, False)
+        body = buffer[HEADER // bucket.dtype.itemsize :]
+        if not self.examples:  # nobody applies anything: nothing is sent
+            body[:] = 0
+            return
+        self._pack_mean(bucket, buffer, examples / self.examples, arrays)
+        self.counters.bytes += wire.allreduce(
+            self.communicator, (id(plan), number), body
+        )
+        self.counters.collectives += 1
+
+    @staticmethod
+    def _header(bucket: Bucket, buffer: np.ndarray) -> np.ndarray:
+        return buffer[: HEADER // bucket.dtype.itemsize]
 
     def reduce_rows(
         self, plan: Plan, examples: float, pieces: Sequence[Rows], *, merge: bool
@@ -321,7 +365,10 @@ class GradientExchange:
         key = (id(plan), number)
         if key not in self._buffers:
             bucket = plan.buckets[number]
-            buffer = self.communicator.allocate(bucket.length, bucket.dtype)
+            # What travels of a coded bucket is the codec's own buffer.
+            coded = self._wire_of(bucket) is not None
+            allocate = aligned_zeros if coded else self.communicator.allocate
+            buffer = allocate(bucket.length, bucket.dtype)
             # With the plan, whose identity must not be given to another.
             self._buffers[key] = (plan, buffer)
         return self._buffers[key][1]

@@ -1,0 +1,150 @@
+"""What a bucket looks like on the wire: as it is, or in half the bytes.
+
+A codec is a `Wire`. It gets the buffer of one bucket, which holds this rank's share of
+the mean, and leaves the sum over ranks in it; how many bytes travel is its affair.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable
+from typing import Any
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from distkeras.communicators import Communicator
+from distkeras.gradients._plan import Bucket
+
+Compression = Literal["float16", "bfloat16"]
+
+_DTYPES: dict[str, np.dtype] = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Wire(abc.ABC):
+    """Sums buffers over ranks in a form of its own.
+
+    Attributes:
+        error_feedback: whether something is kept in host memory from step to step.
+    """
+
+    error_feedback = False
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Returns what it does to gradients, in a few words; the same on all ranks."""
+
+    @abc.abstractmethod
+    def takes(self, bucket: Bucket) -> bool:
+        """Returns whether the bucket goes this way; the same on all ranks."""
+
+    @abc.abstractmethod
+    def dtype(self, bucket: Bucket) -> np.dtype:
+        """Returns in which dtype the elements of a bucket travel."""
+
+    @abc.abstractmethod
+    def allreduce(
+        self, communicator: Communicator, key: Hashable, buffer: np.ndarray
+    ) -> int:
+        """Sums `buffer` over ranks, in place; collective.
+
+        Args:
+            communicator: the ranks.
+            key: of the bucket: what is kept from step to step is kept under it.
+            buffer: this rank's share, float32, one-dimensional.
+
+        Returns:
+            The bytes that this rank handed to the communicator.
+        """
+
+
+class HalfPrecision(Wire):
+    """Rounds what float32 gradients send to sixteen bits.
+
+    Sums are made in float32, by all host communicators, and rounded once more.
+
+    With error feedback each rank keeps what rounding took from its share and adds it
+    to its next one, so that errors do not add up over steps (Seide et al. 2014, "1-bit
+    stochastic gradient descent", Interspeech; Karimireddy et al. 2019,
+    arXiv:1901.09847). It costs a float32 buffer more a bucket, and makes a step depend
+    on the ones before.
+
+    Args:
+        dtype: "float16", of 11 bits and a range up to 65504, or "bfloat16", of 8 bits
+            and float32's range.
+        error_feedback: whether rounding errors are kept for the next step.
+    """
+
+    def __init__(self, dtype: Compression, *, error_feedback: bool = False) -> None:
+        self._dtype = _DTYPES[dtype]
+        self.error_feedback = error_feedback
+        self._narrow: dict[Hashable, np.ndarray] = {}
+        self._errors: dict[Hashable, np.ndarray] = {}
+
+    def describe(self) -> str:
+        """Returns the dtype, and whether errors are fed back."""
+        return f"{self._dtype.name}{' with error feedback' * self.error_feedback}"
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Returns whether these are float32 gradients that are averaged."""
+        return bucket.reduction == "mean" and bucket.dtype == np.float32
+
+    def dtype(self, bucket: Bucket) -> np.dtype:
+        """Returns sixteen bits for what is taken."""
+        return self._dtype if self.takes(bucket) else bucket.dtype
+
+    def allreduce(
+        self, communicator: Communicator, key: Hashable, buffer: np.ndarray
+    ) -> int:
+        """Sums `buffer` over ranks, rounded to sixteen bits; collective."""
+        if key not in self._narrow:
+            self._narrow[key] = communicator.allocate(buffer.size, self._dtype)
+            if self.error_feedback:
+                self._errors[key] = np.zeros_like(buffer)
+        narrow = self._narrow[key]
+        if self.error_feedback:
+            buffer += self._errors[key]
+        with np.errstate(over="ignore"):  # beyond the type's range: infinity
+            narrow[...] = buffer
+        if self.error_feedback:
+            self._keep(self._errors[key], buffer, narrow)
+        communicator.allreduce(narrow, "sum")
+        buffer[...] = narrow
+        return narrow.nbytes
+
+    @staticmethod
+    def _keep(errors: np.ndarray, exact: np.ndarray, sent: np.ndarray) -> None:
+        with np.errstate(invalid="ignore"):
+            np.subtract(exact, sent.astype(exact.dtype), out=errors)
+        # What is not finite would stay so for ever. A loss scaler skips such a step.
+        if not np.isfinite(np.dot(errors, errors)):
+            errors[~np.isfinite(errors)] = 0
+
+
+def make_wire(compression: Any, *, error_feedback: bool = False) -> Wire | None:
+    """Returns the codec of a name, None for none.
+
+    Args:
+        compression: None, "float16" or "bfloat16".
+        error_feedback: see `HalfPrecision`.
+
+    Raises:
+        ValueError: if there is no such codec, or nothing to feed back.
+    """
+    if compression is None:
+        if error_feedback:
+            raise ValueError(
+                "Expected `compression` with `error_feedback=True`: without it nothing "
+                "is rounded. Received: compression=None"
+            )
+        return None
+    if compression not in _DTYPES:
+        raise ValueError(
+            "Expected `compression` to be None, 'float16' or 'bfloat16'. Received: "
+            f"compression={compression!r}"
+        )
+    return HalfPrecision(compression, error_feedback=error_feedback)
