@@ -20,7 +20,12 @@ TESTS = Path(__file__).parent
 AT_ONE_RANK = ("test_communicators.py", "test_collectives.py", "test_world.py")
 
 # What a second MPI library could do otherwise.
-ON_MPICH = ("test_communicators.py", "test_collectives.py", "test_world.py")
+ON_MPICH = (
+    "test_communicators.py",
+    "test_collectives.py",
+    "test_shared_memory.py",
+    "test_world.py",
+)
 
 
 def run_tests(

@@ -1,0 +1,180 @@
+"""What the shared-memory communicator leaves behind, and how a rank's end is met."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi_runtimes import Runtime
+from mpi_runtimes import launch
+from mpi_runtimes import mpich
+from mpi_runtimes import open_mpi
+
+from distkeras._errors import CommunicatorError
+from distkeras.communicators import Communicator
+from distkeras.communicators import SharedMemoryCommunicator
+from distkeras.communicators._arithmetic import UFUNCS
+from distkeras.communicators._arithmetic import place_matters
+from distkeras.communicators._arithmetic import quiet
+from distkeras.communicators._rendezvous import ARRIVED
+from distkeras.communicators._rendezvous import HEADER_BYTES
+from distkeras.communicators._rendezvous import Process
+from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._steps import BARRIER
+from distkeras.communicators._steps import make_label
+from distkeras.communicators._waiting import Call
+from distkeras.communicators._waiting import Calls
+from distkeras.communicators._waiting import open_calls
+
+KILLED = """\
+import os, signal
+import numpy as np
+from distkeras.communicators import SharedMemoryCommunicator
+communicator = SharedMemoryCommunicator()
+buffers = [communicator.allocate(1 << 18, "float32"), np.ones(1 << 18, "float32")]
+for buffer in buffers:
+    communicator.allreduce(buffer)
+communicator.barrier()
+if communicator.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for buffer in buffers:
+    communicator.allreduce(buffer)
+print("not reached")
+"""
+
+# What MPICH itself leaves of every job that is killed, with or without windows.
+MPICHS_OWN = 1
+
+
+def left_in_shared_memory() -> set[str]:
+    """Names the files in shared memory that an MPI made."""
+    return {path.name for path in Path("/dev/shm").glob("*")}
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("runtime", (open_mpi, mpich))
+def test_nothing_is_left_when_a_rank_is_killed(
+    tmp_path: Path, runtime: Callable[[], Runtime]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    before = left_in_shared_memory()
+    result = launch(runtime(), 2, [str(script)], timeout=60)
+    assert result.code != 0 and "not reached" not in result.output, result.tail
+    # Files of other jobs come and go: those of windows have names of their own.
+    left = left_in_shared_memory() - before
+    assert not {name for name in left if "osc" in name or "win" in name}
+    if runtime is mpich:
+        assert len([n for n in left if n.startswith("mpich")]) <= MPICHS_OWN
+
+
+def meeting(other: Process) -> tuple[Rendezvous, memoryview]:
+    """Returns rank 0's side of a meeting with one other, and the other's words."""
+    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(2)]
+    calls = Calls([0, 99])  # unlike any other's
+    made = Rendezvous(0, headers, [Process.this(), other], lambda: None, calls)
+    calls.close()
+    return made, headers[1].cast("q")
+
+
+def dead_child() -> int:
+    """Returns the number of a process that has ended."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_another_ranks_death_is_noticed() -> None:
+    """Not by MPI or the launcher, which may take their time."""
+    gone = dataclasses.replace(Process.this(), pid=dead_child())
+    rendezvous, _ = meeting(gone)
+    start = time.monotonic()
+    with pytest.raises(CommunicatorError, match=f"Rank 1 .process {gone.pid}. has"):
+        rendezvous.meet_alike(BARRIER)
+    assert time.monotonic() - start < 2
+    assert rendezvous.broken is not None
+    rendezvous.release()
+
+
+def test_deaths_in_other_containers_are_not_guessed() -> None:
+    """There the same number may be another process, or none."""
+    elsewhere = dataclasses.replace(
+        Process.this(), pid=dead_child(), namespace="pid:[1]"
+    )
+    rendezvous, words = meeting(elsewhere)
+    late = threading.Timer(0.5, lambda: words.__setitem__(ARRIVED, 1))
+    late.start()
+    assert rendezvous.meet_alike(BARRIER) == 1
+    late.join()
+    rendezvous.release()
+
+
+def test_long_waits_are_told_to_the_watchdog() -> None:
+    rendezvous, words = meeting(Process.this())
+    seen: list[Call | None] = []
+
+    def look() -> None:
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            seen.extend(c.current for c in open_calls() if c.members == (0, 99))
+            if seen == [None]:
+                seen.clear()
+            time.sleep(0.01)
+        words[ARRIVED + 32 + 1] = label  # rank 1 does the same
+        words[ARRIVED] = 1
+
+    label = make_label(np.ones(1000, "float32"), "max")
+    thread = threading.Thread(target=look)
+    thread.start()
+    rendezvous.meet_alike(label)
+    thread.join()
+    (call,) = seen
+    assert call is not None and call.key == ("allreduce", "max", 4000)
+    assert call.number == 1
+    rendezvous.release()
+
+
+def test_this_process_lives() -> None:
+    process = Process.this()
+    assert process.pid == os.getpid() and process.cores and process.alive()
+    assert not Process(dead_child(), 0, "", frozenset()).alive()
+    later = dataclasses.replace(process, started=process.started + 1)
+    assert not later.alive()  # another process that was given the number
+
+
+@pytest.mark.parametrize("op", UFUNCS)
+def test_bits_do_not_depend_on_addresses(op: str) -> None:
+    """Else the slower way is taken: to be known, as it costs time."""
+    for dtype in ("float32", "float64"):
+        assert not place_matters(UFUNCS[op], np.dtype(dtype))  # type: ignore[index]
+
+
+def test_no_warnings_of_numbers() -> None:
+    huge = np.full(4, 3e38, "float32")
+    run = quiet()
+    assert np.isinf(run(np.add, huge, huge)).all()
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        np.add(huge, huge)
+
+
+def test_memory_is_given_back(world: Communicator) -> None:
+    """Many communicators in turn, each with windows of its own."""
+    if world.size == 1:
+        pytest.skip("one rank shares no memory")
+    for _ in range(20):
+        communicator = SharedMemoryCommunicator()
+        buffer = communicator.allocate(1 << 20, "float32")
+        buffer[:] = 1
+        communicator.allreduce(buffer)
+        communicator.close()
+    maps = Path("/proc/self/maps").read_text()
+    mine = [line for line in maps.splitlines() if "osc" in line or "(deleted)" in line]
+    assert world.allgather_object(len(mine) < 20) == [True] * world.size
