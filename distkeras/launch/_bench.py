@@ -34,6 +34,11 @@ measured are, for each size:
   memcpy              the bytes copied twice, without any exchange
 """
 
+_KINDS = {
+    "mpi": "MPICommunicator",
+    "shared_memory": "SharedMemoryCommunicator",
+    "hierarchical": "HierarchicalCommunicator",
+}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SECONDS = 2e-3  # at least, between two looks at the clock
 _MOST_REPEATS = 400
@@ -73,6 +78,12 @@ def main(argv: Sequence[str]) -> int:
             started.
     """
     options = _parser().parse_args(argv)
+    unknown = set(options.communicators) - set(_KINDS)
+    if unknown:
+        raise LaunchError(
+            f"expected communicators of {', '.join(_KINDS)}. Received: "
+            f"{', '.join(sorted(unknown))}"
+        )
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise LaunchError(
             "expected matplotlib for --plot. Install it with `pip install matplotlib`, "
@@ -149,16 +160,10 @@ def _measure(options: argparse.Namespace) -> tuple[list[Result], dict[str, Any]]
 
 
 def _make(name: str) -> Any:
-    """Returns a communicator of a kind that works on host memory."""
+    """Returns a communicator that works on host memory; collective."""
     from distkeras import communicators
 
-    kinds = {
-        "mpi": communicators.MPICommunicator,
-        "shared_memory": communicators.SharedMemoryCommunicator,
-    }
-    if name not in kinds:
-        raise LaunchError(f"expected one of {', '.join(kinds)}. Received: {name!r}")
-    return kinds[name]()
+    return getattr(communicators, _KINDS[name])()
 
 
 def _contenders(
