@@ -350,30 +350,30 @@ def _shared_memory(folder: Path) -> set[str]:
     return found
 
 
-def problems(
-    fault: Fault, outcome: Outcome, *, names_rank: bool = True, tidy: bool = True
-) -> list[str]:
+def problems(fault: Fault, outcome: Outcome, *, launcher: str = "mpiexec") -> list[str]:
     """Returns what is wrong with the way a job ended.
 
     Args:
         fault: which it had.
         outcome: how it ended.
-        names_rank: whether the launcher itself names a rank that was killed.
-        tidy: whether somebody removes the files of ranks that were killed.
+        launcher: by which it was started. What MPICH's does where nothing of
+            distkeras runs any more is not looked at.
     """
+    killed = fault.code.startswith(("os.kill", "os._exit")) and not fault.stuck
+    ours = launcher != "MPICH" or not (killed or fault.signal)
     limit = LIMIT + (TIMEOUT if fault.stuck else 0)
     found = []
     if outcome.hung:
         found.append("it hung")
     if outcome.seconds > limit:
         found.append(f"it took {outcome.seconds:.1f} s")
-    if outcome.code == 0:
+    if outcome.code == 0 and (ours or "_exit" not in fault.code):
         found.append("its exit code is 0")
     if outcome.orphans:
         found.append(f"processes were left: {outcome.orphans}")
-    if outcome.left and tidy:
+    if outcome.left and (ours or outcome.hung):
         found.append(f"files were left: {outcome.left}")
-    if names_rank:
+    if ours:
         found += [
             f"the output does not say {pattern!r}"
             for pattern in fault.says
@@ -448,6 +448,8 @@ callback at the end of an epoch; after the training. Empty cells are no faults.
 
 What is not so: MPICH's launcher names the process that was killed and not its rank, has
 codes of its own for signals, and leaves one file in `/dev/shm` where a rank is killed
-from outside (`distkeras run` removes those of its machine). Ranks of other hosts cannot
+from outside (`distkeras run` removes those of its machine). After `os._exit(0)` it ends
+the other ranks, silently, and sometimes with exit code 0; nothing of distkeras runs
+then. Ranks of other hosts cannot
 be looked at by process number: one that is stopped there is said not to answer.
 """

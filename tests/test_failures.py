@@ -38,14 +38,7 @@ def _check(
     launcher: str, fault: Fault, stage: str, folder: Path, program: str
 ) -> Outcome:
     outcome = failures.run(launcher, fault, stage, folder, program)
-    # MPICH's launcher tells of a process that was killed, not of its rank.
-    named = launcher != "MPICH" or not fault.code.startswith(("os.kill", "os._exit"))
-    wrong = failures.problems(
-        fault,
-        outcome,
-        names_rank=named or fault.stuck,
-        tidy=launcher != "MPICH" or (named and fault.signal is None),
-    )
+    wrong = failures.problems(fault, outcome, launcher=launcher)
     assert not wrong, f"{'; '.join(wrong)}\n{outcome.tail}"
     return outcome
 
