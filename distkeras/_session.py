@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,8 @@ import keras
 
 from distkeras import backends
 from distkeras._consensus import arrange_callbacks
+from distkeras._consensus import filter_callbacks
+from distkeras._figures import FigureKeeper
 from distkeras._learning_rate import warms_up
 from distkeras._metrics import exact_metrics
 from distkeras._metrics import plain_metrics
@@ -23,6 +26,8 @@ from distkeras._optimizer import undistribute
 from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
 from distkeras._replicas import weight_digests
+from distkeras._resume import Continuation
+from distkeras._timeline import Timeline
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.communicators import Communicator
@@ -51,6 +56,7 @@ class Session:
         compression: of gradients on the wire.
         error_feedback: whether rounding errors of compression are kept.
         check_replicas: whether epochs end with the proof of exchange.
+        timeline: of the file that a trace of the steps goes to.
 
     Attributes:
         functions: of the newest training; None before.
@@ -65,6 +71,7 @@ class Session:
         compression: Compression | None,
         error_feedback: bool,
         check_replicas: bool,
+        timeline: str | os.PathLike[str] | None,
     ) -> None:
         self._model = model
         self._communicator = communicator
@@ -72,6 +79,7 @@ class Session:
         self._compression = compression
         self._error_feedback = error_feedback
         self._check_replicas = check_replicas
+        self._timeline = timeline
         self.functions: Functions | None = None
 
     def build(self, data: Any) -> None:
@@ -121,7 +129,12 @@ class Session:
 
     @contextlib.contextmanager
     def training(
-        self, data: Any, callbacks: Sequence[keras.callbacks.Callback], *, bar: bool
+        self,
+        data: Any,
+        callbacks: Sequence[keras.callbacks.Callback],
+        *,
+        bar: bool,
+        going_on: Continuation,
     ) -> Iterator[list[keras.callbacks.Callback]]:
         """While inside, `model.fit` trains on all ranks.
 
@@ -129,6 +142,7 @@ class Session:
             data: the sharded training data; `prepare` has seen it.
             callbacks: the user's.
             bar: whether rank 0 shows a progress bar; the same on every rank.
+            going_on: from a checkpoint, and writing others.
 
         Yields:
             What `fit` is to be called with as callbacks.
@@ -141,18 +155,62 @@ class Session:
             functions.exchange.counters,
             backends.current().find_optimizers(self._model),
         )
+        users = arrange_callbacks(callbacks, self._communicator, functions.exchange)
+        boards = [c for c in users if isinstance(c, keras.callbacks.TensorBoard)]
         arranged = [
             BroadcastVariables(communicator=self._communicator),
+            *going_on.early,
             Order(data),
+            FigureKeeper(self._communicator, functions.exchange, boards),
             *([check] if self._check_replicas else []),
-            *arrange_callbacks(callbacks, self._communicator, functions.exchange),
+            *self._timelines(functions.exchange),
+            *users,
+            *going_on.late,
             GlobalProgress(self._communicator, shown=bar, steps=data.num_batches),
         ]
         with (
-            self._setting(train_function=functions.train, test_function=functions.test),
+            self._setting(
+                train_function=going_on.train_function(functions.train),
+                test_function=functions.test,
+            ),
             self._own_evaluations(),
+            going_on.active(),
         ):
             yield arranged
+
+    @contextlib.contextmanager
+    def training_alone(
+        self,
+        data: Any,
+        callbacks: Sequence[keras.callbacks.Callback],
+        *,
+        going_on: Continuation,
+    ) -> Iterator[list[keras.callbacks.Callback]]:
+        """While inside, `model.fit` trains in one process, by Keras' own step.
+
+        Args:
+            data: the training data; `build` has seen it.
+            callbacks: the user's.
+            going_on: from a checkpoint, and writing others.
+
+        Yields:
+            What `fit` is to be called with as callbacks.
+        """
+        model = self._model
+        users = filter_callbacks(callbacks, 0)
+        model.make_train_function()
+        stock = model.train_function
+        model.train_function = going_on.train_function(stock)
+        try:
+            with going_on.active():
+                yield [*going_on.early, Order(data), *users, *going_on.late]
+        finally:
+            model.train_function = stock
+
+    def _timelines(self, exchange: GradientExchange) -> list[keras.callbacks.Callback]:
+        if self._timeline is None:
+            return []
+        return [Timeline(self._timeline, self._communicator, exchange.clock)]
 
     @contextlib.contextmanager
     def _own_evaluations(self) -> Iterator[None]:

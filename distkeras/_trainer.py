@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from distkeras._learning_rate import ScaledRate
 from distkeras._learning_rate import scale_learning_rate
 from distkeras._learning_rate import scaling_factor
 from distkeras._learning_rate import warm_up_learning_rate
+from distkeras._resume import Continuation
+from distkeras._resume import Resized
+from distkeras._resume import find
+from distkeras._resume import find_checkpoint
 from distkeras._session import Session
 from distkeras._session import described_compilation
 from distkeras.communicators import Communicator
@@ -57,6 +62,9 @@ class Trainer:
             from its gradients to its next ones (arXiv:1901.09847).
         check_replicas: whether every epoch ends with a proof that gradients were
             exchanged and weights are bit-equal on all ranks.
+        timeline: path of a file that rank 0 writes at the end of each `fit`: a trace
+            of where all ranks' time went, which opens in Perfetto
+            (https://ui.perfetto.dev). Traced steps take a little longer.
         communicator: the ranks to train on; by default all of them.
 
     Raises:
@@ -82,6 +90,7 @@ class Trainer:
         compression: Compression | None = None,
         error_feedback: bool = False,
         check_replicas: bool = True,
+        timeline: str | os.PathLike[str] | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         if not isinstance(model, keras.Model):
@@ -108,6 +117,7 @@ class Trainer:
             compression=compression,
             error_feedback=error_feedback,
             check_replicas=check_replicas,
+            timeline=timeline,
         )
         self._rates: list[ScaledRate] = []
         self._logger = _logging.configure(self.communicator.rank)
@@ -147,6 +157,8 @@ class Trainer:
         *,
         global_batch_size: int | None = None,
         shard: bool | Literal["auto"] = "auto",
+        resume: str | os.PathLike[str] | None = None,
+        resized: Resized = "keep_global_batch",
     ) -> keras.callbacks.History:
         """Trains the model; the arguments of `keras.Model.fit` keep their meaning.
 
@@ -175,9 +187,18 @@ class Trainer:
                 `batch_size`.
             shard: `"auto"` deals the data over ranks; False takes `x` and the
                 validation data to be this rank's own part already.
+            resume: where to go on from: `"auto"` for the newest checkpoint of the
+                `distkeras.callbacks.Checkpoint` among the callbacks, if it has one; or
+                the path of a checkpoint, or of a folder of them. The checkpoint says
+                at which epoch and step, in place of `initial_epoch`.
+            resized: what to do if the checkpoint is one of another number of ranks:
+                `"keep_global_batch"` and the learning rate, where the data is dealt by
+                sample; or `"rescale"` both, by the number of ranks, as is done where
+                the data is dealt by batch.
 
         Returns:
-            The history: the same on all ranks, exact over the whole data.
+            The history: the same on all ranks, exact over the whole data. With
+            `resume` it is that of the epochs that this call has been through.
 
         Raises:
             ValueError: if arguments contradict each other.
@@ -198,7 +219,9 @@ class Trainer:
                 "`global_batch_size` (on all ranks together), not both. Received: "
                 f"batch_size={batch_size}, global_batch_size={global_batch_size}"
             )
-        if self.communicator.size == 1:
+        callbacks = filter_callbacks(callbacks, 0)
+        alone = self.communicator.size == 1
+        if alone and resume is None and not find_checkpoint(callbacks):
             self._report_single()
             return self.model.fit(
                 x,
@@ -233,7 +256,13 @@ class Trainer:
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
             shard=shard,
+            resume=resume is not None,
+            resized=resized,
         )
+        checkpoint = find_checkpoint(callbacks)
+        found = find(resume, checkpoint, self.communicator, resized=resized)
+        if found is not None and found.kept_global_batch is not None:
+            batch_size, global_batch_size = None, found.kept_global_batch
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = (
                 array_slicing.train_validation_split(
@@ -250,10 +279,13 @@ class Trainer:
             shuffle=shuffle,
             class_weight=class_weight,
             steps_per_epoch=steps_per_epoch,
-            seed=self._draw_seed(),
+            seed=self._draw_seed() if found is None else found.seed,
             training=True,
             shard=shard,
         )
+        data.ends = alone
+        if found is not None:
+            initial_epoch = found.position.epoch
         if data.single_pass and steps_per_epoch is None and epochs > initial_epoch + 1:
             raise ValueError(
                 "Expected `steps_per_epoch` with a generator and several epochs: it "
@@ -262,8 +294,13 @@ class Trainer:
                 "steps_per_epoch=None. Or pass a keras.utils.PyDataset or a "
                 "tf.data.Dataset."
             )
-        validation = None
-        if validation_data is not None:
+        validation, options = validation_data, {}
+        if alone:
+            options = {
+                "validation_steps": validation_steps,
+                "validation_batch_size": validation_batch_size or data.batch_size,
+            }
+        elif validation_data is not None:
             validation = self._shard_whole(
                 *keras.utils.unpack_x_y_sample_weight(validation_data),
                 batch_size=validation_batch_size or data.batch_size,
@@ -271,23 +308,38 @@ class Trainer:
                 shard=shard,
             )
         self._session.build(data)
-        self._scale(data)
-        self._session.prepare(data)
-        if not self._reported:
-            self._report(data)
-            self._reported = True
-        bar = self.communicator.broadcast_object(verbose in ("auto", 1))
-        with self._session.training(data, callbacks or [], bar=bar) as arranged:
+        self._scale(data, None if found is None else found.kept_factor)
+        going_on = Continuation(
+            self.model, data, self.communicator, callbacks, found, steps_per_epoch
+        )
+        if alone:
+            training = self._session.training_alone(data, callbacks, going_on=going_on)
+        else:
+            self._session.prepare(data)
+            if not self._reported:
+                self._report(data)
+                self._reported = True
+            bar = self.communicator.broadcast_object(verbose in ("auto", 1))
+            training = self._session.training(
+                data, callbacks, bar=bar, going_on=going_on
+            )
+        with training as arranged:
             return self.model.fit(
                 data,
                 epochs=epochs,
                 verbose=self._verbose(verbose),
-                callbacks=arranged,
+                callbacks=going_on.arranged(
+                    arranged,
+                    verbose=self._verbose(verbose),
+                    epochs=epochs,
+                    steps=steps_per_epoch or data.num_batches,
+                ),
                 validation_data=validation,
                 shuffle=False,
                 initial_epoch=initial_epoch,
                 steps_per_epoch=steps_per_epoch,
                 validation_freq=validation_freq,
+                **options,
             )
 
     def evaluate(
@@ -459,7 +511,7 @@ class Trainer:
             shard=shard,
         )
 
-    def _scale(self, data: Any) -> None:
+    def _scale(self, data: Any, kept: float | None) -> None:
         if self.warmup_epochs and data.num_batches is None:
             raise ValueError(
                 "`warmup_epochs` needs the number of steps of an epoch, which this "
@@ -467,7 +519,7 @@ class Trainer:
             )
         self._rates = []
         for optimizer in backends.current().find_optimizers(self.model):
-            self._rates += scale_learning_rate(optimizer, self._factor)
+            self._rates += scale_learning_rate(optimizer, kept or self._factor)
             if self.warmup_epochs:
                 steps = self.warmup_epochs * data.num_batches
                 warm_up_learning_rate(optimizer, steps)

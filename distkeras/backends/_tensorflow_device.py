@@ -41,13 +41,14 @@ class DeviceHandOver:
         The result shares the lasting buffer; it is valid until a tensor of the same
         length is summed again, which needs the weights that are updated with it.
         """
+        exchange = self._exchange
+        exchange.clock.lap("compute")
         array = self._arrays.from_dlpack(_Capsule(flat))
         key = (array.size, array.dtype.name)
         if key not in self._buffers:
             self._buffers[key] = _aligned_empty(self._arrays, array)
         buffer = self._buffers[key]
         buffer[...] = array
-        exchange = self._exchange
         exchange.communicator.allreduce(buffer)
         exchange.counters.collectives += 1
         exchange.counters.bytes += buffer.nbytes
@@ -55,6 +56,7 @@ class DeviceHandOver:
         wait = getattr(exchange.communicator, "synchronize", None)
         if wait is not None:
             wait()
+        exchange.clock.lap("exchange")
         return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
 
 

@@ -58,18 +58,30 @@ class TensorFlowExchange:
             )
         self._hand_over = hand_over
         self.examples: tf.Tensor | None = None
+        self._arrived: tf.Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> TensorFlowExchange:
         return self
 
     @contextlib.contextmanager
     def counting(self, examples: tf.Tensor) -> Iterator[None]:
-        """Weights every reduction inside by `examples`, a scalar integer tensor."""
-        previous, self.examples = self.examples, examples
+        """Weights every reduction inside by `examples`, a scalar integer tensor.
+
+        That tensor is known when the step's data has come, and the time is taken.
+        """
+        previous = self.examples, self._arrived
+        self.examples = examples
+        with tf.control_dependencies([examples]):
+            self._arrived = tf.timestamp()
         try:
             yield
         finally:
-            self.examples = previous
+            self.examples, self._arrived = previous
+
+    @property
+    def _when(self) -> tf.Tensor:
+        """When the step's data had come; 0 outside of `counting`."""
+        return tf.zeros((), tf.float64) if self._arrived is None else self._arrived
 
     def apply(
         self,
@@ -186,7 +198,7 @@ class TensorFlowExchange:
         """Exchanges one bucket by a call on the host."""
         examples, *outputs = tf.numpy_function(
             _host_call(self.exchange, plan, number),
-            [count, *gradients],
+            [count, self._when, *gradients],
             [tf.float64, *(gradient.dtype for gradient in gradients)],
         )
         examples.set_shape(())
@@ -204,7 +216,7 @@ class TensorFlowExchange:
         if not isinstance(gradients[0], tf.IndexedSlices):
             examples, *outputs = tf.numpy_function(
                 _dense_rows_call(self.exchange, plan),
-                [count, *gradients],
+                [count, self._when, *gradients],
                 [tf.float64, *(g.dtype for g in gradients)],
             )
             for gradient, output in zip(gradients, outputs, strict=True):
@@ -213,7 +225,7 @@ class TensorFlowExchange:
             flat = [part for g in gradients for part in (g.indices, g.values)]
             examples, *parts = tf.numpy_function(
                 _rows_call(self.exchange, plan, merge),
-                [count, *flat],
+                [count, self._when, *flat],
                 [tf.float64, *(part.dtype for part in flat)],
             )
             outputs = []
@@ -258,7 +270,7 @@ class TensorFlowExchange:
             )
         examples, nonfinite = tf.numpy_function(
             _counts_call(self.exchange),
-            [count, tf.logical_and(count > 0, tf.logical_not(finite))],
+            [count, self._when, tf.logical_and(count > 0, tf.logical_not(finite))],
             [tf.float64, tf.bool],
         )
         examples.set_shape(())
@@ -321,8 +333,8 @@ def _host_call(
 ) -> Callable[..., list[Any]]:
     """Returns the function that TensorFlow calls on the host for one bucket."""
 
-    def exchange_bucket(examples: Any, *arrays: Any) -> list[Any]:
-        reduced = exchange.reduce(plan, number, float(examples), arrays)
+    def exchange_bucket(examples: Any, arrived: Any, *arrays: Any) -> list[Any]:
+        reduced = exchange.reduce(plan, number, float(examples), arrays, float(arrived))
         return [np.float64(exchange.examples), *reduced]
 
     return exchange_bucket
@@ -333,10 +345,12 @@ def _rows_call(
 ) -> Callable[..., list[Any]]:
     """Returns the function that TensorFlow calls on the host for sparse gradients."""
 
-    def exchange_rows(examples: Any, *arrays: np.ndarray) -> list[Any]:
+    def exchange_rows(examples: Any, arrived: Any, *arrays: np.ndarray) -> list[Any]:
         pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
         pieces = [Rows(indices, values) for indices, values in pairs]
-        reduced = exchange.reduce_rows(plan, float(examples), pieces, merge=merge)
+        reduced = exchange.reduce_rows(
+            plan, float(examples), pieces, merge=merge, arrived=float(arrived)
+        )
         outputs: list[Any] = [np.float64(exchange.examples)]
         for (indices, values), rows in zip(pairs, reduced, strict=True):
             outputs += [
@@ -353,9 +367,13 @@ def _dense_rows_call(
 ) -> Callable[..., list[Any]]:
     """Returns the same for gradients of which many rows may be zero, still dense."""
 
-    def exchange_dense_rows(examples: Any, *arrays: np.ndarray) -> list[Any]:
+    def exchange_dense_rows(
+        examples: Any, arrived: Any, *arrays: np.ndarray
+    ) -> list[Any]:
         pieces = [nonzero_rows(array) for array in arrays]
-        reduced = exchange.reduce_rows(plan, float(examples), pieces, merge=True)
+        reduced = exchange.reduce_rows(
+            plan, float(examples), pieces, merge=True, arrived=float(arrived)
+        )
         dense = [
             rows.dense(array.shape, array.dtype)
             for rows, array in zip(reduced, arrays, strict=True)
@@ -368,8 +386,10 @@ def _dense_rows_call(
 def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
     """Returns the function that TensorFlow calls on the host between updates."""
 
-    def exchange_counts(examples: Any, nonfinite: Any) -> list[Any]:
-        total, any_nonfinite = exchange.reduce_counts(float(examples), bool(nonfinite))
+    def exchange_counts(examples: Any, arrived: Any, nonfinite: Any) -> list[Any]:
+        total, any_nonfinite = exchange.reduce_counts(
+            float(examples), bool(nonfinite), float(arrived)
+        )
         return [np.float64(total), np.bool_(any_nonfinite)]
 
     return exchange_counts

@@ -62,8 +62,12 @@ def make_train_function(
             )
     function = _on_iterators(model, step)
 
+    clock = exchange.exchange.clock
+
     def train_function(iterator: Any) -> Any:
+        clock.begin(model.steps_per_execution)
         logs = function(iterator)
+        clock.lap("update")
         if exchange.exchange.exhausted:
             exchange.exchange.exhausted = False
             raise StopIteration

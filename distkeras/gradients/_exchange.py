@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from distkeras.communicators import Communicator
+from distkeras.communicators import Op
 from distkeras.communicators import agree
 from distkeras.communicators import aligned_zeros
+from distkeras.gradients._clock import StepClock
 from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES
 from distkeras.gradients._plan import HEADER
 from distkeras.gradients._plan import Bucket
@@ -51,12 +53,14 @@ class Counters:
             before sparse gradients for which there is a choice, and before coded
             buckets.
         bytes: bytes that this rank handed to them.
+        examples: that all ranks together trained on.
     """
 
     exchanges: int = 0
     collectives: int = 0
     messages: int = 0
     bytes: int = 0
+    examples: float = 0.0
 
 
 class GradientExchange:
@@ -73,6 +77,7 @@ class GradientExchange:
 
     Attributes:
         counters: see `Counters`.
+        clock: where the time of steps goes.
         examples: what all ranks together saw in the newest step.
         exhausted: set when no rank had an example left in a step; whoever acts on
             it clears it.
@@ -89,10 +94,12 @@ class GradientExchange:
         self.bucket_bytes = bucket_bytes
         self.wire = wire
         self.counters = Counters()
+        self.clock = StepClock()
         self.examples = 0.0
         self.exhausted = False
         self._stop_requested = False
         self._stop_seen = False
+        self._counted = False  # whether this step's examples have been
         self._also_close: list[Callable[[], None]] = []
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._buffers: dict[tuple[int, int], tuple[Plan, np.ndarray]] = {}
@@ -122,7 +129,7 @@ class GradientExchange:
                 self.communicator,
                 "the model's gradients (trainable variables in order, with shape, "
                 "dtype and whether the loss depends on them)",
-                [*plan.rows, self._described_options()],
+                [self._described_options(), *plan.rows],
             )
         self._plans[key] = plan
         return plan
@@ -149,7 +156,12 @@ class GradientExchange:
         self._stop_seen = False
 
     def reduce(
-        self, plan: Plan, number: int, examples: float, arrays: Sequence[np.ndarray]
+        self,
+        plan: Plan,
+        number: int,
+        examples: float,
+        arrays: Sequence[np.ndarray],
+        arrived: float = 0.0,
     ) -> list[np.ndarray]:
         """Exchanges one bucket.
 
@@ -159,11 +171,13 @@ class GradientExchange:
             examples: how many examples this rank's gradients average; a rank with
                 none adds nothing, whatever its arrays hold.
             arrays: this rank's gradients, in the order of the bucket's placements.
+            arrived: when the step's data had come, in seconds since the epoch.
 
         Returns:
             Σ n·g / Σ n over ranks (or the maximum), in the order and the dtypes of
             `arrays`: views of the fusion buffer where the dtype is that of the wire.
         """
+        self.clock.arrived(arrived)
         bucket = plan.buckets[number]
         buffer = self._buffer(plan, number)
         wire = self._wire_of(bucket)
@@ -184,12 +198,14 @@ class GradientExchange:
             self._divide(buffer[header.size :])
         if number == len(plan.buckets) - 1 and not plan.sparse:
             self._finish()
-        return [
+        results = [
             buffer[p.offset : p.offset + p.length]
             .reshape(p.shape)
             .astype(array.dtype, copy=False)
             for p, array in zip(bucket.placements, arrays, strict=True)
         ]
+        self.clock.lap("unpack")
+        return results
 
     def _wire_of(self, bucket: Bucket) -> Wire | None:
         return self.wire if self.wire is not None and self.wire.takes(bucket) else None
@@ -212,17 +228,32 @@ class GradientExchange:
             body[:] = 0
             return
         self._pack_mean(bucket, buffer, examples / self.examples, arrays)
+        self._packed()
         self.counters.bytes += wire.allreduce(
             self.communicator, (id(plan), number), body
         )
         self.counters.collectives += 1
+        self.clock.lap("exchange")
 
     @staticmethod
     def _header(bucket: Bucket, buffer: np.ndarray) -> np.ndarray:
         return buffer[: HEADER // bucket.dtype.itemsize]
 
+    def _packed(self) -> None:
+        """Notes that a message is ready, and when those of all ranks are."""
+        self.clock.lap("pack")
+        if self.clock.traced:
+            self.communicator.barrier()
+            self.clock.lap("wait")
+
     def reduce_rows(
-        self, plan: Plan, examples: float, pieces: Sequence[Rows], *, merge: bool
+        self,
+        plan: Plan,
+        examples: float,
+        pieces: Sequence[Rows],
+        *,
+        merge: bool,
+        arrived: float = 0.0,
     ) -> list[Rows]:
         """Exchanges all sparse gradients of the plan.
 
@@ -232,11 +263,13 @@ class GradientExchange:
             pieces: this rank's rows, one entry for each of `plan.sparse`; of any dtype.
             merge: whether rows with the same index may be summed. Then a gradient is
                 sent dense when the rows of all ranks would take more bytes than that.
+            arrived: as in `reduce`.
 
         Returns:
             All ranks' rows, in the order of ranks, each times n / Σ n; with `merge`,
             their sums, each index once. In the wire's dtype.
         """
+        self.clock.arrived(arrived)
         kinds = [
             (plan.gradients[i].shape, wire_dtype(plan.gradients[i].dtype))
             for i in plan.sparse
@@ -253,12 +286,14 @@ class GradientExchange:
         for piece in result:
             self._divide(piece.values)
         self._finish()
+        self.clock.lap("unpack")
         return result
 
     def _reduce_merged(
         self, examples: float, mine: list[Rows], kinds: list[Kind]
     ) -> list[Rows]:
         """Sums rows over ranks, each variable's in the form that is smaller."""
+        self._packed()
         heads = self.communicator.allgather(self._head(examples, mine))
         self.counters.messages += 1
         self._read_heads(heads)
@@ -292,9 +327,11 @@ class GradientExchange:
         """Returns every rank's head, and for each variable all ranks' rows."""
         head = self._head(examples, mine)
         packed = pack(head, mine)
+        self._packed()
         self.counters.collectives += 1
         self.counters.bytes += packed.nbytes
         parts = self.communicator.allgather(packed)
+        self.clock.lap("exchange")
         heads = [part[: head.nbytes].view(np.float64) for part in parts]
         unpacked = [
             unpack(part[head.nbytes :], h[2:].astype(int).tolist(), kinds)
@@ -312,23 +349,30 @@ class GradientExchange:
     def _finish(self) -> None:
         """Counts an exchange whose last message has been sent."""
         self._stop_requested = False
+        self._counted = False
         self.counters.exchanges += self.examples > 0
 
-    def reduce_counts(self, examples: float, nonfinite: bool) -> tuple[float, bool]:
+    def reduce_counts(
+        self, examples: float, nonfinite: bool, arrived: float = 0.0
+    ) -> tuple[float, bool]:
         """Exchanges the flags alone, for a step in which gradients stay local.
 
         Returns:
             The examples of all ranks, and whether any rank's gradients are not
             finite.
         """
+        self.clock.arrived(arrived)
         flags = np.zeros(3, np.float64)
         flags[_EXAMPLES] = examples
         flags[_STOP] = self._stop_requested
         flags[_NONFINITE] = nonfinite
+        self._packed()
         self.communicator.allreduce(flags)
         self.counters.messages += 1
+        self._counted = False  # a step between updates ends here
         self._read(float(flags[_EXAMPLES]), bool(flags[_STOP]))
         self._stop_requested = False
+        self.clock.lap("exchange")
         return self.examples, bool(flags[_NONFINITE])
 
     def also_close(self, close: Callable[[], None]) -> None:
@@ -352,14 +396,19 @@ class GradientExchange:
 
     def _read(self, examples: float, stop: bool) -> None:
         self.examples = examples
+        if not self._counted:
+            self.counters.examples += examples
+            self._counted = True
         self._stop_seen = self._stop_seen or stop
         if examples == 0:
             self.exhausted = True
 
-    def _allreduce(self, buffer: np.ndarray, op: str) -> None:
-        self.communicator.allreduce(buffer, op)  # type: ignore[arg-type]
+    def _allreduce(self, buffer: np.ndarray, op: Op) -> None:
+        self._packed()
+        self.communicator.allreduce(buffer, op)
         self.counters.collectives += 1
         self.counters.bytes += buffer.nbytes
+        self.clock.lap("exchange")
 
     def _buffer(self, plan: Plan, number: int) -> np.ndarray:
         key = (id(plan), number)
