@@ -21,7 +21,7 @@ _INSTEAD = {
     "HOROVOD_STALL_CHECK_DISABLE": "DISTKERAS_TIMEOUT",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "DISTKERAS_TIMEOUT",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "DISTKERAS_TIMEOUT",
-    "HOROVOD_TIMELINE": "keras.callbacks.TensorBoard(profile_batch=...)",
+    "HOROVOD_TIMELINE": "Trainer(model, timeline='trace.json')",
 }
 
 

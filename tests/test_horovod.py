@@ -56,4 +56,4 @@ def test_the_world_warns_once() -> None:
             env={**os.environ, "HOROVOD_TIMELINE": "/tmp/timeline.json"},
         )
         assert answer.returncode == 0, answer.stderr
-        assert answer.stderr.count("HOROVOD_TIMELINE: keras.callbacks.TensorBoard") == 1
+        assert answer.stderr.count("HOROVOD_TIMELINE: Trainer(model, timeline=") == 1
