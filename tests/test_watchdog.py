@@ -443,3 +443,24 @@ def test_a_call_of_one_rank_alone_is_an_error_of_all(
         assert f"{others} 1" in str(info.value)
     communicator.mpi_comm.Free()
     communicator.calls.close()
+
+
+@pytest.mark.launches
+@pytest.mark.soak
+def test_ranks_behind_wrappers_may_start_late(tmp_path: Path) -> None:
+    """Each rank has a parent of its own then, and seems to be alone."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "if len(sys.argv) == 1:\n"
+        "    sys.exit(subprocess.call([sys.executable, __file__, 'inner']))\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    time.sleep(7)\n"
+        "import distkeras\n"
+        "distkeras.init()\n"
+        "print('started')\n"
+    )
+    result = launch(open_mpi(), 2, [str(script)], timeout=60)
+    assert result.code == 0, result.tail
+    assert result.output.count("started") == 2
+    assert "[distkeras]" not in result.output, result.tail

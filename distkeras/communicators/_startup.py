@@ -27,7 +27,7 @@ _RANK_VARIABLES = (
     b"PMIX_RANK",
 )
 # Seconds between looks at the other ranks; missing ones must be so in two of them.
-_INTERVAL = 2.5
+_INTERVAL = 2.0
 # Seconds by which each waiting rank lets the one before it speak first.
 _TURN = 1.5
 
@@ -69,16 +69,21 @@ def main(pid: int, timeout: float, local_size: int) -> None:
         local_size: the number of ranks of this node, 0 where unknown.
     """
     start = time.monotonic()
-    mine = _rank(pid)
+    variable = _rank_variable(pid)
+    mine = _rank(pid, variable)
+    root = _outermost(pid, variable)
     missing = 0
+    # In containers of their own, ranks do not see each other.
+    sees = len(_ranks_beside(root, variable)) > 1
     while True:
         elapsed = time.monotonic() - start
         pause = min(_INTERVAL, max(0.05, timeout - elapsed)) if timeout else _INTERVAL
         if select.select([sys.stdin], [], [], pause)[0]:
             return
-        ranks = _ranks_beside(pid)
+        ranks = _ranks_beside(root, variable)
         elapsed = time.monotonic() - start
-        missing = missing + 1 if 0 < len(ranks) < local_size else 0
+        sees = sees or len(ranks) > 1
+        missing = missing + 1 if sees and len(ranks) < local_size else 0
         late = bool(timeout) and elapsed >= timeout
         if not (late or missing > 1):
             continue
@@ -144,19 +149,42 @@ def _remove_files(pid: int) -> None:
                     path.unlink()
 
 
-def _ranks_beside(pid: int) -> dict[int, int]:
-    """Returns the processes that the same launcher started here, by rank."""
-    parent = _stat(pid)[1]
-    found = {}
+def _ranks_beside(root: int, variable: bytes) -> dict[int, int]:
+    """Returns the processes of the ranks that the same launcher started here.
+
+    Where a rank is started by a wrapper (a shell, a profiler), it is the innermost
+    process.
+    """
+    parent = _stat(root)[1]
+    children: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
-            other = int(path.name)
-            state, theirs = _stat(other)
-            if theirs == parent and state not in "ZX":
-                rank = _rank(other)
-                if rank >= 0:
-                    found[rank] = other
+            state, theirs = _stat(int(path.name))
+            if state not in "ZX":
+                children.setdefault(theirs, []).append(int(path.name))
+    found = {}
+    for pid in children.get(parent, []):
+        rank = _rank(pid, variable)
+        if rank >= 0:
+            found[rank] = _python_of(pid, children)
     return found
+
+
+def _python_of(pid: int, children: dict[int, list[int]]) -> int:
+    """Returns a process or the one below it that has started MPI, if one has."""
+    below = [pid]
+    for process in below:
+        below += children.get(process, [])
+    return next((p for p in below if _has_mpi(p)), pid)
+
+
+def _outermost(pid: int, variable: bytes) -> int:
+    """Returns the process that the launcher itself has started for a rank."""
+    rank = _rank(pid, variable)
+    parent = _stat(pid)[1]
+    while parent > 0 and _rank(parent, variable) == rank:
+        pid, parent = parent, _stat(parent)[1]
+    return pid
 
 
 def _stat(pid: int) -> tuple[str, int]:
@@ -169,27 +197,37 @@ def _stat(pid: int) -> tuple[str, int]:
     return words[0], int(words[1])
 
 
-def _rank(pid: int) -> int:
-    """Returns a process' rank, by its environment; -1 if it is none."""
+def _environ(pid: int) -> dict[bytes, bytes]:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return -1
-    pairs = dict(v.split(b"=", 1) for v in variables if b"=" in v)
-    for name in _RANK_VARIABLES:
-        word = pairs.get(name, b"")
-        if word.isdigit():
-            return int(word)
-    return -1
+        return {}
+    return dict(v.split(b"=", 1) for v in variables if b"=" in v)
+
+
+def _rank_variable(pid: int) -> bytes:
+    """Returns the variable by which the innermost launcher tells the rank."""
+    environ = _environ(pid)
+    return next((name for name in _RANK_VARIABLES if name in environ), b"")
+
+
+def _rank(pid: int, variable: bytes) -> int:
+    """Returns a process' rank; -1 if it is none of this launcher's."""
+    word = _environ(pid).get(variable, b"")
+    return int(word) if word.isdigit() else -1
+
+
+def _has_mpi(pid: int) -> bool:
+    """Whether a process has begun to start MPI."""
+    try:
+        return "libmpi" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def _waits(pid: int) -> bool:
     """Whether a process has begun to start MPI, and can go on."""
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False
-    return "libmpi" in maps and _stat(pid)[0] not in "Tt"
+    return _has_mpi(pid) and _stat(pid)[0] not in "Tt"
 
 
 def _dump(pid: int) -> bool:
