@@ -198,6 +198,7 @@ class Outcome:
         orphans: processes of ranks that still ran two seconds later.
         left: files that were left behind.
         hung: whether the job had to be ended by the test.
+        timeout: seconds that ranks waited for each other if one was stuck.
     """
 
     code: int
@@ -206,6 +207,7 @@ class Outcome:
     orphans: list[int]
     left: list[str]
     hung: bool
+    timeout: float
 
     @property
     def tail(self) -> str:
@@ -226,7 +228,13 @@ def launchers() -> dict[str, tuple[list[str], dict[str, str]]]:
 
 
 def run(
-    launcher: str, fault: Fault, stage: str, folder: Path, program: str = LOOP
+    launcher: str,
+    fault: Fault,
+    stage: str,
+    folder: Path,
+    program: str = LOOP,
+    *,
+    timeout: float = TIMEOUT,
 ) -> Outcome:
     """Runs a job in which a fault happens.
 
@@ -236,6 +244,7 @@ def run(
         stage: where.
         folder: empty; for the script and for what the job writes.
         program: what stands behind the start-up.
+        timeout: seconds, where a rank is stuck.
     """
     script = folder / "job.py"
     script.write_text(_HEAD.replace("FAULT", fault.code) + textwrap.dedent(program))
@@ -251,7 +260,7 @@ def run(
     }
     environ.pop("DISTKERAS_TIMEOUT", None)
     if fault.stuck:
-        environ["DISTKERAS_TIMEOUT"] = str(TIMEOUT)
+        environ["DISTKERAS_TIMEOUT"] = str(timeout)
     command = [*begin, str(script), stage, str(fault.rank), str(folder)]
     with (folder / "output").open("wb") as sink:
         process = subprocess.Popen(
@@ -280,6 +289,7 @@ def run(
         orphans,
         left,
         hung,
+        timeout,
     )
 
 
@@ -361,7 +371,7 @@ def problems(fault: Fault, outcome: Outcome, *, launcher: str = "mpiexec") -> li
     """
     killed = fault.code.startswith(("os.kill", "os._exit")) and not fault.stuck
     ours = launcher != "MPICH" or not (killed or fault.signal)
-    limit = LIMIT + (TIMEOUT if fault.stuck else 0)
+    limit = LIMIT + (outcome.timeout if fault.stuck else 0)
     found = []
     if outcome.hung:
         found.append("it hung")

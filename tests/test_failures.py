@@ -35,9 +35,11 @@ _CELLS = [
 
 
 def _check(
-    launcher: str, fault: Fault, stage: str, folder: Path, program: str
+    launcher: str, fault: Fault, stage: str, folder: Path, program: str = LOOP
 ) -> Outcome:
-    outcome = failures.run(launcher, fault, stage, folder, program)
+    # Ranks may be seconds apart when TensorFlow is being loaded.
+    timeout = failures.TIMEOUT if program == LOOP else 12
+    outcome = failures.run(launcher, fault, stage, folder, program, timeout=timeout)
     wrong = failures.problems(fault, outcome, launcher=launcher)
     assert not wrong, f"{'; '.join(wrong)}\n{outcome.tail}"
     return outcome
@@ -53,7 +55,7 @@ def _check(
     ],
 )
 def test_some_cells(launcher: str, name: str, stage: str, tmp_path: Path) -> None:
-    _check(launcher, _BY_NAME[name], stage, tmp_path, LOOP)
+    _check(launcher, _BY_NAME[name], stage, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_every_cell(
     tmp_path: Path,
     outcomes: dict[tuple[str, str, str], Outcome],
 ) -> None:
-    outcome = _check(launcher, _BY_NAME[name], stage, tmp_path, LOOP)
+    outcome = _check(launcher, _BY_NAME[name], stage, tmp_path)
     outcomes[launcher, name, stage] = outcome
 
 
