@@ -14,8 +14,11 @@ import numpy as np
 from distkeras import communicators
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+CIFAR100_URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
 _CIFAR10_FOLDER = "cifar-10-batches-py"
 _CIFAR10_FILES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+_CIFAR100_FOLDER = "cifar-100-python"
+_CIFAR100_FILES = ("train", "test")
 
 
 class DataError(Exception):
@@ -50,7 +53,7 @@ def load(name: str, folder: Path | None = None) -> Images:
             them for validation. `"cifar10"`: 50000 and 10000 photographs of 32x32,
             from `folder` or downloaded by Keras; the test set is for validation, as
             in He et al. `"synthetic"`: 2048 and 512 made images of 32x32.
-        folder: where the python version of CIFAR-10 was unpacked.
+        folder: where the python version of CIFAR was unpacked.
 
     Returns:
         The images.
@@ -101,16 +104,35 @@ def digits(folder: Path | None = None) -> Images:
 def cifar10(folder: Path | None = None) -> Images:
     """CIFAR-10 (A. Krizhevsky 2009)."""
     if folder is not None:
-        return _normalized(*_read_cifar10(folder))
+        x_train, y_train, x_val, y_val = _read_cifar(
+            *(folder, _CIFAR10_FOLDER, _CIFAR10_FILES), CIFAR10_URL, b"labels"
+        )
+        return _normalized(x_train, y_train, x_val, y_val)
+    return _download(keras.datasets.cifar10, CIFAR10_URL, _CIFAR10_FOLDER, classes=10)
+
+
+def cifar100(folder: Path | None = None) -> Images:
+    """CIFAR-100 with its fine labels (A. Krizhevsky 2009)."""
+    if folder is not None:
+        x_train, y_train, x_val, y_val = _read_cifar(
+            *(folder, _CIFAR100_FOLDER, _CIFAR100_FILES), CIFAR100_URL, b"fine_labels"
+        )
+        return _normalized(x_train, y_train, x_val, y_val, num_classes=100)
+    return _download(
+        keras.datasets.cifar100, CIFAR100_URL, _CIFAR100_FOLDER, classes=100
+    )
+
+
+def _download(module: Any, url: str, inside: str, *, classes: int) -> Images:
     try:
-        (x_train, y_train), (x_val, y_val) = keras.datasets.cifar10.load_data()
+        (x_train, y_train), (x_val, y_val) = module.load_data()
     except Exception as error:
         raise DataError(
-            f"CIFAR-10 could not be downloaded ({error}). Download {CIFAR10_URL} "
+            f"CIFAR-{classes} could not be downloaded ({error}). Download {url} "
             "where there is a network, unpack it, and say --data-dir FOLDER, the "
-            f"folder that holds {_CIFAR10_FOLDER}."
+            f"folder that holds {inside}."
         ) from error
-    return _normalized(x_train, y_train, x_val, y_val)
+    return _normalized(x_train, y_train, x_val, y_val, num_classes=classes)
 
 
 def synthetic(folder: Path | None = None) -> Images:
@@ -125,6 +147,7 @@ def synthetic(folder: Path | None = None) -> Images:
 LOADERS: dict[str, Callable[[Path | None], Images]] = {
     "digits": digits,
     "cifar10": cifar10,
+    "cifar100": cifar100,
     "synthetic": synthetic,
 }
 
@@ -203,7 +226,9 @@ def crop_and_flip(
     return padded[example, rows[:, :, np.newaxis], columns[:, np.newaxis, :]]
 
 
-def _normalized(x_train: Any, y_train: Any, x_val: Any, y_val: Any) -> Images:
+def _normalized(
+    x_train: Any, y_train: Any, x_val: Any, y_val: Any, *, num_classes: int = 10
+) -> Images:
     x_train = np.asarray(x_train, "float32")
     mean = x_train.mean((0, 1, 2))
     deviation = x_train.std((0, 1, 2))
@@ -214,29 +239,30 @@ def _normalized(x_train: Any, y_train: Any, x_val: Any, y_val: Any) -> Images:
         y_train=np.asarray(y_train, "int64").reshape(-1),
         x_val=(np.asarray(x_val, "float32") - mean) / deviation,
         y_val=np.asarray(y_val, "int64").reshape(-1),
+        num_classes=num_classes,
     )
 
 
-def _read_cifar10(
-    folder: Path,
+def _read_cifar(
+    folder: Path, inside: str, names: tuple[str, ...], url: str, labels: bytes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Reads the python version of CIFAR-10 as its authors publish it."""
-    if (folder / _CIFAR10_FOLDER).is_dir():
-        folder = folder / _CIFAR10_FOLDER
-    missing = [name for name in _CIFAR10_FILES if not (folder / name).is_file()]
+    """Reads the python version of CIFAR as its authors publish it."""
+    if (folder / inside).is_dir():
+        folder = folder / inside
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(
-            f"Expected the files {', '.join(_CIFAR10_FILES)} in {folder}. Missing: "
-            f"{', '.join(missing)}. Download {CIFAR10_URL} and unpack it there."
+            f"Expected the files {', '.join(names)} in {folder}. Missing: "
+            f"{', '.join(missing)}. Download {url} and unpack it there."
         )
-    batches = [_read_batch(folder / name) for name in _CIFAR10_FILES]
+    batches = [_read_batch(folder / name, labels) for name in names]
     x_train = np.concatenate([x for x, _ in batches[:-1]])
     y_train = np.concatenate([y for _, y in batches[:-1]])
     return x_train, y_train, *batches[-1]
 
 
-def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _read_batch(path: Path, labels: bytes) -> tuple[np.ndarray, np.ndarray]:
     with path.open("rb") as file:
         batch = pickle.load(file, encoding="bytes")
     x = np.asarray(batch[b"data"], "uint8").reshape(-1, 3, 32, 32)
-    return x.transpose(0, 2, 3, 1), np.asarray(batch[b"labels"], "int64")
+    return x.transpose(0, 2, 3, 1), np.asarray(batch[labels], "int64")

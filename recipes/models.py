@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-SMALL_DEPTHS = (20, 32, 44, 56, 110)
+SMALL_DEPTHS = (8, 20, 32, 44, 56, 110)
 LARGE_DEPTHS = (18, 34, 50, 101, 152)
 
 # Blocks in each of the four stages, and whether they are bottlenecks.
@@ -44,7 +44,8 @@ def resnet_small(
 
     Args:
         depth: weighted layers: 20 (0.27 M parameters on CIFAR), 32 (0.46 M), 44
-            (0.66 M), 56 (0.85 M) or 110 (1.7 M).
+            (0.66 M), 56 (0.85 M) or 110 (1.7 M); or 8 (0.08 M), which is not in the
+            paper, to try things out.
         input_shape: height, width and channels of the images.
         num_classes: size of the output.
         weight_decay: L2 penalty of the kernels, as the papers count it: the gradient

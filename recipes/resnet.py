@@ -16,24 +16,25 @@ Under Slurm, with one task a GPU:
 
 Every rank runs this script. The batch size is per rank; the learning rate is that of
 one process, and grows with the number of ranks (Goyal et al. 2017, arXiv:1706.02677).
-Rank 0 writes `best.keras`, an ordinary Keras file, and TensorBoard logs.
+Rank 0 writes `best.keras`, an ordinary Keras file, `history.csv`, TensorBoard logs and
+`config.toml`: all options, to run the same again by `--config`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import keras
 import numpy as np
 
 import distkeras
 from distkeras.recipes import _data
+from distkeras.recipes import _options
+from distkeras.recipes import _training
 from distkeras.recipes import models
 
 # What each data set is trained with, unless the options say otherwise. For CIFAR-10
@@ -57,6 +58,15 @@ DEFAULTS = {
         "label_smoothing": 0.0,
         "augment": True,
     },
+    "cifar100": {
+        "epochs": 164,
+        "batch_size": 128,
+        "learning_rate": 0.1,
+        "warmup_epochs": 5.0,
+        "schedule": "steps",
+        "label_smoothing": 0.0,
+        "augment": True,
+    },
     "synthetic": {
         "epochs": 2,
         "batch_size": 32,
@@ -67,8 +77,6 @@ DEFAULTS = {
         "augment": False,
     },
 }
-PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-JIT_COMPILE = {"auto": "auto", "on": True, "off": False}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,9 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         images = _data.load(args.data, args.data_dir)
     except distkeras.CommunicatorError as error:
-        leave(str(error), code=2)
-    validation = images.x_val, keras.utils.to_categorical(images.y_val)
-    x, y = images.x_train, keras.utils.to_categorical(images.y_train)
+        _training.leave(str(error), code=2)
+    classes = images.num_classes
+    validation = images.x_val, keras.utils.to_categorical(images.y_val, classes)
+    x, y = images.x_train, keras.utils.to_categorical(images.y_train, classes)
     training = {"x": x, "y": y, "batch_size": args.batch_size}
     if args.augment:
         data = _data.Augmented(
@@ -108,24 +117,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = models.resnet_small(
         args.depth,
         input_shape=x.shape[1:],
-        num_classes=images.num_classes,
+        num_classes=classes,
         weight_decay=args.weight_decay,
     )
-    trainer = distkeras.Trainer(model, warmup_epochs=args.warmup_epochs, seed=args.seed)
+    rate = _training.schedule(
+        args.schedule, args.learning_rate, epochs * steps_per_epoch
+    )
+    trainer = distkeras.Trainer(
+        model,
+        learning_rate_scaling=_options.SCALING[args.scaling],
+        warmup_epochs=args.warmup_epochs,
+        seed=args.seed,
+    )
     trainer.compile(
         optimizer=keras.optimizers.SGD(
-            schedule(args.schedule, args.learning_rate, epochs * steps_per_epoch),
+            rate,
             momentum=0.9,
+            use_ema=args.ema is not None,
+            ema_momentum=args.ema or 0.99,
         ),
         loss=keras.losses.CategoricalCrossentropy(
             from_logits=True, label_smoothing=args.label_smoothing
         ),
         metrics=["accuracy"],
-        jit_compile=JIT_COMPILE[args.jit_compile],
+        jit_compile=_options.JIT_COMPILE[args.jit_compile],
     )
 
     # Training
-    checkpoint = args.output / "best.keras"
+    _options.write_config(args, global_batch_size=args.batch_size * world.size)
     start = time.perf_counter()
     history = trainer.fit(
         **training,
@@ -133,20 +152,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps_per_epoch=steps_per_epoch if args.steps else None,
         validation_data=validation,
         validation_batch_size=args.batch_size,
-        callbacks=[
-            keras.callbacks.ModelCheckpoint(
-                checkpoint, monitor="val_accuracy", save_best_only=True
-            ),
-            keras.callbacks.TensorBoard(args.output / "logs", write_graph=False),
-            keras.callbacks.TerminateOnNaN(),
-        ],
+        callbacks=_training.callbacks(
+            args.output, "val_accuracy", ema=args.ema is not None
+        ),
         verbose=2,
     ).history
     seconds = time.perf_counter() - start
+    _training.check_finite(history)
 
     loss = history["loss"]
-    if not np.isfinite([*loss, *history["val_loss"]]).all():
-        leave(f"The loss is not finite: {loss}. Try a lower --learning-rate.", code=1)
     if world.rank == 0:
         best = int(np.argmax(history["val_accuracy"]))
         seen = len(loss) * min(len(x), steps_per_epoch * args.batch_size * world.size)
@@ -154,78 +168,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"ResNet-{args.depth} on {args.data}, ranks: {world.size}, "
             f"val_accuracy: {history['val_accuracy'][best]:.4f} "
             f"in epoch {best + 1} of {len(loss)}, time: {seconds:.1f} s, "
-            f"samples/s: {seen / seconds:.0f}, best model: {checkpoint}",
+            f"samples/s: {seen / seconds:.0f}, "
+            f"best model: {args.output / 'best.keras'}",
             flush=True,
         )
 
 
-def schedule(
-    name: str, learning_rate: float, updates: int
-) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Returns how the learning rate falls; the Trainer scales it and warms it up.
-
-    Args:
-        name: `"cosine"` to zero (Loshchilov, Hutter 2016, arXiv:1608.03983), or
-            `"steps"`: a tenth after half of the updates, a hundredth after three
-            quarters (He et al. 2015, arXiv:1512.03385, section 4.2).
-        learning_rate: of a single process, at the start.
-        updates: of the whole training.
-    """
-    if name == "cosine":
-        return keras.optimizers.schedules.CosineDecay(learning_rate, updates)
-    return keras.optimizers.schedules.PiecewiseConstantDecay(
-        [updates // 2, updates * 3 // 4],
-        [learning_rate, learning_rate / 10, learning_rate / 100],
-    )
-
-
-def leave(message: str, *, code: int) -> NoReturn:
-    """Ends every rank with an exit code, after rank 0 has said why. Collective."""
-    if distkeras.rank() == 0:
-        print(message, file=sys.stderr, flush=True)
-    distkeras.barrier()  # the launcher ends the whole job at the first bad exit
-    sys.exit(code)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; what was not given is filled in from `DEFAULTS`."""
-    parser = argparse.ArgumentParser(
-        prog="distkeras.recipes.resnet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _options.make_parser("distkeras.recipes.resnet", __doc__)
     add = parser.add_argument
     add("--data", choices=list(DEFAULTS), default="digits", help="(%(default)s)")
-    add("--data-dir", type=Path, help="folder with CIFAR-10's python version, unpacked")
-    add("--output", type=Path, default=Path("runs/resnet"), help="folder (%(default)s)")
+    add("--data-dir", type=Path, help="folder with CIFAR's python version, unpacked")
     add("--depth", type=int, choices=models.SMALL_DEPTHS, default=20)
-    add("--seed", type=int, default=0)
-    add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
-    add("--jit-compile", choices=list(JIT_COMPILE), default="auto", help="by XLA")
-    add("--weight-decay", type=float, default=1e-4, help="(%(default)s)")
-    add("--steps", type=positive, help="end after so many updates: to try things out")
     by_data = parser.add_argument_group("options whose default depends on the data")
     add = by_data.add_argument
-    add("--epochs", type=positive)
-    add("--batch-size", type=positive, help="examples a step on each rank")
+    add("--epochs", type=_options.positive)
+    add("--batch-size", type=_options.positive, help="examples a step on each rank")
     add("--learning-rate", type=float, help="of a single process; scaled by the ranks")
     add("--warmup-epochs", type=float, help="to reach the scaled learning rate")
     add("--schedule", choices=("cosine", "steps"), help="fall of the learning rate")
     add("--label-smoothing", type=float)
     add("--augment", action=argparse.BooleanOptionalAction, help="crop and flip")
-    args = parser.parse_args(argv)
-    for name, default in DEFAULTS[args.data].items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    return args
-
-
-def positive(word: str) -> int:
-    """Reads a number from 1 up."""
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 up: {word}")
-    return number
+    return _options.parse(parser, argv, DEFAULTS)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from numpy.testing import assert_array_equal
 import distkeras
 from distkeras import communicators
 from distkeras.recipes import _data
+from distkeras.recipes import _options
+from distkeras.recipes import _training
+from distkeras.recipes import evidence
 from distkeras.recipes import resnet
 
 RESULT = re.compile(
@@ -56,6 +59,23 @@ def test_synthetic_images_are_the_same_each_time() -> None:
     assert first.x_train.shape == (2048, 32, 32, 3)
     assert_array_equal(first.x_train, second.x_train)
     assert_array_equal(first.y_val, second.y_val)
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-100-python"])
+def test_cifar100_is_read_from_a_folder(tmp_path: Path, inside: str) -> None:
+    (tmp_path / inside).mkdir(exist_ok=True)
+    random = np.random.default_rng(3)
+    for name, count in (("train", 20), ("test", 5)):
+        batch = {
+            b"data": random.integers(256, size=(count, 3072), dtype="uint8"),
+            b"fine_labels": [99, *range(1, count)],
+            b"coarse_labels": [0] * count,
+        }
+        (tmp_path / inside / name).write_bytes(pickle.dumps(batch))
+    images = _data.load("cifar100", tmp_path)
+    assert images.x_train.shape == (20, 32, 32, 3)
+    assert list(images.y_val) == [99, 1, 2, 3, 4]
+    assert images.num_classes == 100
 
 
 def write_cifar10(folder: Path, count: int = 20) -> None:
@@ -108,7 +128,9 @@ def test_without_scikit_learn_the_error_says_what_to_install(
 
 
 def test_unknown_data_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of digits, cifar10, synthetic.*'mnist'"):
+    with pytest.raises(
+        ValueError, match=r"one of digits, cifar10, cifar100, synthetic.*'mnist'"
+    ):
         _data.load("mnist")
 
 
@@ -180,13 +202,74 @@ def test_options_without_meaning_are_refused(words: list[str]) -> None:
 
 
 def test_schedules_fall_as_the_papers_have_it() -> None:
-    steps = resnet.schedule("steps", 0.1, 64_000)
-    cosine = resnet.schedule("cosine", 0.1, 64_000)
+    steps = _training.schedule("steps", 0.1, 64_000)
+    cosine = _training.schedule("cosine", 0.1, 64_000)
+    poly = _training.schedule("poly", 0.1, 64_000)
     at = [0, 32_000, 32_001, 48_000, 48_001, 64_000]
     rates = [float(steps(step)) for step in at]
     np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3], rtol=1e-6)
     rates = [float(cosine(step)) for step in (0, 32_000, 64_000)]
     np.testing.assert_allclose(rates, [0.1, 0.05, 0], rtol=1e-6, atol=1e-9)
+    rates = [float(poly(step)) for step in (0, 32_000, 64_000)]
+    np.testing.assert_allclose(rates, [0.1, 0.025, 0], rtol=1e-6, atol=1e-9)
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('data = "cifar10"\nepochs = 3\nbatch-size = 8\naugment = false\n')
+    args = resnet.parse(["--config", str(path), "--epochs", "4"])
+    assert (args.data, args.epochs, args.batch_size) == ("cifar10", 4, 8)
+    assert (args.augment, args.schedule) == (False, "steps")
+
+
+def test_a_written_configuration_runs_the_same_again(tmp_path: Path) -> None:
+    words = ["--data", "cifar10", "--ema", "0.99", "--output", str(tmp_path / 'a "b"')]
+    args = resnet.parse(words)
+    _options.write_config(args, global_batch_size=7)
+    if distkeras.rank() == 0:
+        path = args.output / "config.toml"
+        assert path.read_text().startswith(f"# ranks: {distkeras.size()}, global bat")
+        again = resnet.parse(["--config", str(path)])
+        assert vars(again) == {**vars(args), "config": path}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("epoch = 3", "no such option: epoch = 3"),
+        ("epochs = 0", "expected a number from 1 up"),
+        ('precision = "half"', "invalid choice: 'half'"),
+        ("[training]\nepochs = 3", "no such option: training"),
+        ("epochs", "cannot read --config"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_options_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        resnet.parse(["--config", str(path)])
+    assert said in capsys.readouterr().err
+
+
+# Evidence
+
+
+def test_the_table_takes_its_place_in_a_page() -> None:
+    row = evidence.Row("scaled", 2, 16, ("--warmup-epochs", "0"))
+    text = evidence.table({row: evidence.Outcome([0.9, 0.8, 0.7], [1.0, 2.0, 6.0])})
+    command = "distkeras run -n 2 -m distkeras.recipes.resnet --depth 8"
+    assert text.splitlines()[2] == (
+        "| scaled | 2 | 32 | 0.1 | 0.8000 ± 0.1000 | 3 | "
+        f"`{command} --batch-size 16 --warmup-epochs 0` |"
+    )
+    page = f"a\n{evidence.BEGIN}\nold\n{evidence.END}\nb\n"
+    assert evidence.replaced(page, text) == page.replace("old", text)
+    with pytest.raises(ValueError, match="Expected a page with"):
+        evidence.replaced("a", text)
 
 
 # Whole runs
@@ -269,6 +352,8 @@ def files_in(folder: Path) -> list[str]:
 
 RUN_FILES = [
     "best.keras",
+    "config.toml",
+    "history.csv",
     "logs/train/events.out.tfevents",
     "logs/validation/events.out.tfevents",
 ]

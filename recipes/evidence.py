@@ -1,0 +1,177 @@
+"""Trains on digits in many ways, and writes what came out as a table.
+
+    python -m distkeras.recipes.evidence --write recipes/README.md
+
+takes a while: three seeds of each row, one after the other. What has run already, in
+the folder `--output`, is not run again. Each command in the table starts one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
+MODULE = "distkeras.recipes.resnet"
+_COMMON = ("--depth", "8")
+_LEARNING_RATE, _BATCH = 0.05, 32  # the recipe's defaults for digits
+_TIME = re.compile(r"^ResNet-.* time: ([\d.]+) s", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    Attributes:
+        what: in words.
+        ranks: processes.
+        batch_size: examples a step on each.
+        options: of the recipe, beside those.
+    """
+
+    what: str
+    ranks: int
+    batch_size: int = _BATCH
+    options: tuple[str, ...] = ()
+
+    @property
+    def learning_rate(self) -> float:
+        """After scaling and warm-up."""
+        scaled = "none" not in self.options
+        return _LEARNING_RATE * (self.ranks if scaled else 1)
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of `distkeras`, without the seed."""
+        words = ["run", "-n", str(self.ranks), "-m", MODULE, *_COMMON]
+        if self.batch_size != _BATCH:
+            words += ["--batch-size", str(self.batch_size)]
+        return [*words, *self.options]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the runs of one row gave, by seed: accuracies from 0 to 1, and seconds."""
+
+    accuracies: list[float]
+    seconds: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Of the accuracies."""
+        return statistics.mean(self.accuracies)
+
+    @property
+    def deviation(self) -> float:
+        """Sample standard deviation of the accuracies."""
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
+
+
+_SAME, _NO_WARMUP = ("--scaling", "none"), ("--warmup-epochs", "0")
+ROWS = (
+    Row("one process", 1),
+    Row("same global batch", 2, 16, _SAME),
+    Row("same global batch", 4, 8, _SAME),
+    Row("scaled: batch, rate, warm-up", 2),
+    Row("scaled: batch, rate, warm-up", 4),
+    Row("without warm-up", 2, options=_NO_WARMUP),
+    Row("without warm-up", 4, options=_NO_WARMUP),
+    Row("rate not scaled", 2, options=_SAME),
+    Row("rate not scaled", 4, options=_SAME),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what has not run, and prints the table.
+
+    Args:
+        argv: the options; those of the process if None.
+    """
+    parser = argparse.ArgumentParser(
+        prog="distkeras.recipes.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("runs/evidence"), help="(%(default)s)")
+    add("--seeds", type=int, default=3, help="runs of each row (%(default)s)")
+    add("--ranks", type=int, default=4, help="leave out rows with more (%(default)s)")
+    add("--steps", type=int, help="end each run after so many updates: to try it out")
+    add("--write", type=Path, metavar="FILE", help="put the table between its marks")
+    args = parser.parse_args(argv)
+    more = [] if args.steps is None else ["--steps", str(args.steps)]
+    outcomes: dict[Row, Outcome] = {}
+    for row in ROWS:
+        if row.ranks <= args.ranks:
+            runs = [run(row, seed, args.output, more) for seed in range(args.seeds)]
+            accuracies, seconds = zip(*runs, strict=True)
+            outcomes[row] = Outcome(list(accuracies), list(seconds))
+    text = table(outcomes)
+    print(text)
+    if args.write is not None:
+        args.write.write_text(replaced(args.write.read_text(), text))
+
+
+def run(row: Row, seed: int, output: Path, more: Sequence[str]) -> tuple[float, float]:
+    """Runs one command, unless its results are there.
+
+    Returns:
+        The validation accuracy after the last epoch, and the seconds of training.
+    """
+    words = [*row.words, "--seed", str(seed), *more]
+    named = words[words.index(MODULE) + 1 :]
+    folder = output / "_".join([f"ranks_{row.ranks}", *(w.strip("-") for w in named)])
+    said = folder / "output.txt"
+    if not said.is_file():
+        command = [sys.executable, "-m", "distkeras", *words, "--output", str(folder)]
+        print("distkeras", *words, file=sys.stderr, flush=True)
+        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        said.write_text(answer.stdout)
+    match = _TIME.search(said.read_text())
+    if match is None:
+        raise RuntimeError(f"Expected the recipe's last line in {said}; remove it.")
+    with (folder / "history.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    return float(last["val_accuracy"]), float(match[1])
+
+
+def table(outcomes: dict[Row, Outcome]) -> str:
+    """Returns the table, in Markdown."""
+    head = "what, ranks, global batch, learning rate, accuracy, seconds, command"
+    lines = [f"| {head.replace(', ', ' | ')} |", "| --- " * 7 + "|"]
+    for row, outcome in outcomes.items():
+        cells = (
+            row.what,
+            row.ranks,
+            row.ranks * row.batch_size,
+            f"{row.learning_rate:g}",
+            f"{outcome.mean:.4f} ± {outcome.deviation:.4f}",
+            f"{statistics.mean(outcome.seconds):.0f}",
+            f"`distkeras {' '.join(row.words)}`",
+        )
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def replaced(page: str, text: str) -> str:
+    """Returns a page with the text between the marks.
+
+    Raises:
+        ValueError: if the page has no marks.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"Expected a page with {BEGIN} and {END}.")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    main()
