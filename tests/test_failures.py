@@ -94,7 +94,6 @@ def test_every_cell(
         ("stuck (sleeps)", "step"),
         ("stuck (SIGSTOP)", "checkpoint"),
         ("leaves by sys.exit(0)", "step"),
-        ("leaves by sys.exit(0)", "start-up"),
         ("another collective than the others'", "step"),
         ("another collective than the others'", "checkpoint"),
         ("Ctrl-C", "validation"),
