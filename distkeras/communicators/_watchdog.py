@@ -51,7 +51,7 @@ DEFAULT_TIMEOUT = 600.0
 # Seconds between looks at the waits and at the messages.
 _POLL = 0.2
 # Seconds of waiting after which ranks are asked, and between two questions.
-_CHECK = 5.0
+_CHECK = 4.0
 # Seconds for the answers; a rank that computes under load may be slow.
 _PATIENCE = 2.0
 # Seconds by which each rank lets those before it ask first, and those that it stays
