@@ -29,7 +29,14 @@ from distkeras.recipes.models import resnet_small
 class BarrierExchange(GradientExchange):
     """Waits for the other ranks and leaves every gradient as it is."""
 
-    def reduce(self, plan: Any, number: int, examples: float, arrays: Any) -> Any:
+    def reduce(
+        self,
+        plan: Any,
+        number: int,
+        examples: float,
+        arrays: Any,
+        arrived: float = 0.0,
+    ) -> Any:
         """Returns this rank's arrays."""
         self.communicator.barrier()
         self.examples = examples

@@ -197,6 +197,7 @@ class _Combined:
         self._communicator = communicator
         self._traits = traits
         self.by_batch: set[str] = set()
+        self._seen: Any = None
 
     def results(self, logs: Any) -> dict[str, Any]:
         """Returns the logs of an epoch or evaluation; collective.
@@ -205,7 +206,10 @@ class _Combined:
             logs: what the last step on this rank returned, empty without data.
         """
         communicator = self._communicator
-        logs = logs if isinstance(logs, Mapping) else {}
+        # Of an epoch without a step Keras has the logs of the one before.
+        fresh = isinstance(logs, Mapping) and logs is not self._seen
+        self._seen = logs
+        logs = logs if fresh else {}
         entries = _entries(self._model.metrics)
         rows = [entry.row for entry in entries]
         digest = hashlib.blake2b("\n".join(rows).encode()).digest()
@@ -227,11 +231,11 @@ class _Combined:
                 return {}, [], []
             results = _plain(self._model.get_metrics_result())
             own = set(logs) - set(results)
-            if own and "loss" in logs and _is_unused(self._model._loss_tracker):
+            if "loss" in results and _is_unused(self._model._loss_tracker):
+                if not own and not _has_own_steps(self._model):
+                    return {}, [], []
                 # Not Keras' loss but one of the step's own, by the same name.
-                own.add("loss")
-            elif "loss" in results and _is_unused(self._model._loss_tracker):
-                results = {}
+                own |= {"loss"} & set(logs)
             extra = sorted(own)
             return results, extra, list(logs) or list(results)
 
@@ -348,6 +352,12 @@ def _reduce(
         communicator.allreduce(buffer, op)  # type: ignore[arg-type]
         if follows[rank]:
             _assign(members, buffer)
+
+
+def _has_own_steps(model: keras.Model) -> bool:
+    """Returns whether a model's class brings a `train_step` or `test_step`."""
+    steps = ("train_step", "test_step")
+    return any(getattr(type(model), s) is not getattr(keras.Model, s) for s in steps)
 
 
 def _is_unused(metric: keras.metrics.Metric | None) -> bool:

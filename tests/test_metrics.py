@@ -399,6 +399,25 @@ def test_logs_of_a_custom_step(world):
     assert len(set(map(str, world.allgather_object(got)))) == 1
 
 
+class OwnLoss(keras.Model):
+    """A model whose step logs a loss of its own, and nothing else."""
+
+    def test_step(self, data):
+        x, _ = data
+        return {"loss": keras.ops.sum(keras.ops.zeros_like(x)) + self.value}
+
+
+@pytest.mark.filterwarnings("ignore:Not exact over ranks:UserWarning")
+@pytest.mark.parametrize("value", [0.0, 1.5])
+def test_loss_that_no_metric_keeps(world, value):
+    inputs = keras.Input((3,))
+    model = OwnLoss(inputs, keras.layers.Dense(1)(inputs))
+    model.value = value
+    model.compile("sgd")
+    x, y = regression_data()
+    assert of_all_ranks(model, world, x, y)["loss"] == value
+
+
 def by_example(y_true, y_pred):
     return keras.ops.abs(y_true - y_pred)[:, 0]
 
