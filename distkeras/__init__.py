@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distkeras._collectives import barrier as barrier
     from distkeras._collectives import broadcast as broadcast
     from distkeras._collectives import broadcast_object as broadcast_object
+    from distkeras._errors import CheckpointError as CheckpointError
     from distkeras._errors import CommunicatorError as CommunicatorError
     from distkeras._errors import DistkerasError as DistkerasError
     from distkeras._errors import MismatchError as MismatchError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from distkeras.launch._function import run as run
 
 _LOCATIONS = {
+    "CheckpointError": "distkeras._errors",
     "CommunicatorError": "distkeras._errors",
     "DistkerasError": "distkeras._errors",
     "MismatchError": "distkeras._errors",

@@ -22,3 +22,7 @@ class RankError(DistkerasError, RuntimeError):
 
     Or by an exception that cannot be raised here as itself: then its text says which.
     """
+
+
+class CheckpointError(DistkerasError, RuntimeError):
+    """A checkpoint cannot be written, or none can be read."""

@@ -5,6 +5,12 @@ import signal
 INTERRUPTED = 130
 """The exit code that a shell reports for a program that Ctrl-C ended."""
 
+PREEMPTED = 75
+"""The exit code of a job that a signal ended after it wrote a checkpoint.
+
+`EX_TEMPFAIL` of sysexits.h: start it again, and it goes on.
+"""
+
 LEFT = 121
 """The exit code when a rank has ended its script while others wait for it."""
 

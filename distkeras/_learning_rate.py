@@ -18,6 +18,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
@@ -201,6 +203,48 @@ def has_settable_rate(optimizer: keras.optimizers.Optimizer) -> bool:
     return _variable(optimizer) is not None
 
 
+@contextlib.contextmanager
+def holding_base_rates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """For the duration, the variables hold base rates, as they belong in a file.
+
+    What they hold at the end is the base rate then: so files are written and read.
+    """
+    with contextlib.ExitStack() as stack:
+        for part in _parts(optimizer):
+            state = _state(part)
+            if state is not None:
+                stack.enter_context(state.holding_base())
+        yield
+
+
+def rates(optimizer: keras.optimizers.Optimizer) -> list[dict[str, float]]:
+    """Returns, for each part, its factor, base rate and scaled rate, as stored."""
+    found = []
+    for part in _parts(optimizer):
+        state, live = _state(part), _raw_value(part)
+        factor = 1.0 if state is None else state.factor
+        base = live if state is None else state.base(live)
+        found.append({"factor": factor, "base": base, "scaled": live})
+    return found
+
+
+def restore_rates(
+    optimizer: keras.optimizers.Optimizer, saved: Sequence[Mapping[str, float]]
+) -> None:
+    """Sets scaled rates as `rates` returned them, where the factor is the same.
+
+    A rate that is stored, divided and multiplied again may be another by a rounding.
+    Where the factor is another, or the rate is a schedule, nothing is done.
+    """
+    for part, values in zip(_parts(optimizer), saved, strict=True):
+        state, variable = _state(part), _variable(part)
+        factor = 1.0 if state is None else state.factor
+        if variable is not None and values["factor"] == factor:
+            variable.assign(values["scaled"])
+            if state is not None:
+                state.pair = (values["base"], _number(variable))
+
+
 class _Rate:
     """What one optimizer's rate is multiplied by, and how to undo it for a file."""
 
@@ -227,7 +271,7 @@ class _Rate:
             self.factor = factor
             self._multiplier.assign(factor)
             return _raw_value(self.optimizer) / factor
-        base = self._base(_number(self.variable))
+        base = self.base(_number(self.variable))
         if factor != self.factor:
             self.factor = factor
             self.variable.assign(base * factor)
@@ -274,7 +318,7 @@ class _Rate:
         held = attributes["_learning_rate"]
         live = _number(self.variable)
         attributes["_learning_rate"] = self.variable
-        self.variable.assign(self._base(live))
+        self.variable.assign(self.base(live))
         base = _number(self.variable)
         try:
             yield
@@ -288,7 +332,8 @@ class _Rate:
             self.variable.assign(live)
             self.pair = (base, _number(self.variable))
 
-    def _base(self, value: float) -> float:
+    def base(self, value: float) -> float:
+        """Returns the base rate that a scaled one came of."""
         if self.pair is not None and value == self.pair[1]:
             return self.pair[0]
         return value / self.factor
@@ -357,11 +402,7 @@ def _hold_base_in(
     original = getattr(target, name)
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for part in _parts(optimizer):
-                state = _state(part)
-                if state is not None:
-                    stack.enter_context(state.holding_base())
+        with holding_base_rates(optimizer):
             return original(*args, **kwargs)
 
     _set(target, name, method)

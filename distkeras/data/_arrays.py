@@ -98,7 +98,7 @@ class ShardedArrays(ShardedData):
     @property
     def may_be_empty(self) -> bool:
         """Whether a rank may have a step without examples; the same on all ranks."""
-        if self.part.own or not self.training:
+        if self.part.own or not self.training or self._uneven_start:
             return True
         smallest = min(self._global_batch, self._rest() or self._global_batch)
         return smallest < self.part.size
@@ -151,20 +151,33 @@ class ShardedArrays(ShardedData):
 
     # Which
 
-    def _indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next pass: rows of the full steps, and of the short one at the end."""
-        number = self._begin_pass()
+    @property
+    def units_a_step(self) -> int:
+        """Samples of a global batch."""
+        return self._global_batch
+
+    @property
+    def units(self) -> int:
+        """Samples a pass."""
+        return self._used
+
+    def _indices(self) -> tuple[np.ndarray, np.ndarray, np.int64]:
+        """The next pass: rows of full steps, of the short one, and if there is one."""
+        number, seen = self._begin_pass()
         rank, size = self.part.rank, self.part.size
         if not self.training:
             start, stop = _order.share(self._used, rank, size)
             order = np.arange(start, stop, dtype=np.int64)
-            return _order.deal(order, self.batch_size, 0, 1)
+            full, rest = _order.deal(order, self.batch_size, 0, 1)
+            return full, rest, np.int64(self.has_partial_batch)
         seed, *stream = self.part.seeds(self.seed)
         random = _order.generator(seed, number, *stream)
         order = _order.permutation(
             self._used, self._global_batch, self._shuffle, random
         )
-        return _order.deal(order, self._global_batch, rank, size)
+        order = order[seen:]
+        full, rest = _order.deal(order, self._global_batch, rank, size)
+        return full, rest, np.int64(len(order) % self._global_batch > 0)
 
     @property
     def _full_steps(self) -> int:
@@ -181,9 +194,9 @@ class ShardedArrays(ShardedData):
         return self._steps - self._full_steps - self.has_partial_batch
 
     def _batches_of_indices(self) -> Iterator[np.ndarray]:
-        full, rest = self._indices()
+        full, rest, short = self._indices()
         yield from full
-        if self.has_partial_batch:
+        if short:
             yield rest
         if self._padding is None:
             yield from itertools.repeat(rest[:0])
@@ -196,25 +209,28 @@ class ShardedArrays(ShardedData):
         """A `tf.data.Dataset` of this rank's batches; each iterator is a pass."""
         import tensorflow as tf
 
-        steps, padding = self._full_steps, self._padding
+        padding = self._padding
+        has_short = self.has_partial_batch or self._uneven_start
         # A batch dimension that is 0 in every step must not become a constant.
         rows = self._rows_of_full_step() or None
 
         @tf.autograph.experimental.do_not_convert
         def one_pass(_: Any) -> Any:
-            full, rest = tf.numpy_function(
-                self._indices, [], (tf.int64, tf.int64), stateful=True
+            full, rest, short = tf.numpy_function(
+                self._indices, [], (tf.int64, tf.int64, tf.int64), stateful=True
             )
-            full.set_shape([steps, rows])
+            full.set_shape([None, rows])
             # Left open on every rank alike, even where it is the same as `rows`.
             rest.set_shape([None])
-            return full, rest
+            short.set_shape([])
+            return full, rest, short
 
         @tf.autograph.experimental.do_not_convert
-        def batches(full: Any, rest: Any) -> Any:
+        def batches(full: Any, rest: Any, short: Any) -> Any:
             indices = tf.data.Dataset.from_tensor_slices(full)
-            if self.has_partial_batch:
-                indices = indices.concatenate(tf.data.Dataset.from_tensors(rest))
+            if has_short:
+                last = tf.data.Dataset.from_tensors(rest).take(short)
+                indices = indices.concatenate(last)
             if padding != 0:
                 none = tf.data.Dataset.from_tensors(rest[:0]).repeat(padding)
                 indices = indices.concatenate(none)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from typing import Any
 from typing import ClassVar
 
@@ -34,6 +35,15 @@ class Part:
         return (seed, self.stream) if self.own else (seed,)
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a pass begins that an earlier run has left: see `start_at`."""
+
+    number: int
+    units: int
+    steps: int
+
+
 class ShardedData(DataAdapter):
     """This rank's share of a data set, as a Keras data adapter.
 
@@ -56,6 +66,8 @@ class ShardedData(DataAdapter):
         part: this rank's part.
         training: for `fit`, not for `evaluate` or `predict`.
         seed: decides the order, together with the number of the pass.
+        ends: set where nobody notices batches of zero rows: none are then made after
+            the last one, in training too.
     """
 
     kind: ClassVar[str]
@@ -67,6 +79,9 @@ class ShardedData(DataAdapter):
         self._next_pass = 0
         self._steps: int | None = None
         self._examples: int | None = None
+        self._start: Start | None = None
+        self._going_on: Start | None = None
+        self.ends = False
 
     @property
     def start_pass(self) -> int:
@@ -89,11 +104,69 @@ class ShardedData(DataAdapter):
         """
         self._next_pass = epoch
 
-    def _begin_pass(self) -> int:
-        """The number of the pass that begins now."""
-        number = self._next_pass
+    def _begin_pass(self) -> tuple[int, int]:
+        """The number of the pass that begins now, and the units to pass over."""
+        number, units = self._next_pass, 0
+        self._going_on, self._start = self._start, None
+        if self._going_on is not None:
+            number, units = self._going_on.number, self._going_on.units
         self._next_pass = number + 1
-        return number
+        return number, units
+
+    # A pass that goes on where an earlier run left it
+
+    @property
+    def units_a_step(self) -> int:
+        """What a step of all ranks takes of the data: batches, or else samples."""
+        return self.part.size
+
+    @property
+    def units(self) -> int | None:
+        """How many batches, or else samples, a pass over the data has, if known."""
+        return None
+
+    def units_after(self, steps: int) -> int:
+        """What so many steps of a pass take of the data."""
+        if steps == 0:
+            return 0
+        start = self._start or self._going_on
+        taken = steps * self.units_a_step
+        if start is not None:  # which need not be where a step of these ranks ends
+            taken += start.units - start.steps * self.units_a_step
+        return taken if self.units is None else min(taken, self.units)
+
+    def start_at(
+        self, number: int, units: int, *, steps: int | None = None, epochs: int = 0
+    ) -> int:
+        """Lets the next pass go on where one of an earlier run was left.
+
+        What was seen of it is neither made nor read, where the data can tell it by
+        its number. To be called once, after the data has been looked at.
+
+        Args:
+            number: of the pass.
+            units: what is to be passed over, as of `units_after`.
+            steps: as many; needed where each rank has its own data.
+            epochs: how many the earlier run had been through.
+
+        Returns:
+            The steps of this pass that are passed over.
+        """
+        total, each = self.units, self.units_a_step
+        if steps is None and total is None:
+            steps = math.ceil(units / each)
+        elif steps is None:
+            steps = (self._steps or 0) - math.ceil(((total or 0) - units) / each)
+        self._start = Start(number, units, steps)
+        return steps
+
+    @property
+    def _uneven_start(self) -> bool:
+        """Whether a pass goes on where no step of these ranks would end."""
+        start = self._start or self._going_on
+        if start is None or start.units == self.units:
+            return False
+        return start.units % self.units_a_step != 0
 
     @property
     @abc.abstractmethod

@@ -68,7 +68,16 @@ class ShardedGenerator(ShardedStream):
         return self._samples or []
 
     def _own_batches(self) -> Iterator[Any]:
+        self._begin_pass()
         return self._stream if self._limit is None else self._rounds(self._limit)
+
+    def start_at(
+        self, number: int, units: int, *, steps: int | None = None, epochs: int = 0
+    ) -> int:
+        """Runs the generator up to where an earlier run left it."""
+        whole = itertools.islice(self._whole, units, None)
+        self._stream = take_turns(whole, self.part.rank, self.part.size)
+        return super().start_at(number, units, steps=steps)
 
     def _rounds(self, count: int) -> Iterator[Any]:
         """This rank's batch of each of the next rounds, which are used up whole."""

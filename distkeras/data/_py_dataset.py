@@ -61,6 +61,7 @@ class ShardedPyDataset(ShardedStream):
         self._shuffle = shuffle and training
         self._limit = None if training or not steps else steps * part.size
         self._hooks = 0
+        self._epochs_to_repeat = 0
         # Only for the checks it makes on a batch, and for the class weights.
         self._keras = PyDatasetAdapter(dataset, class_weight=class_weight)
         count = self._count()
@@ -88,7 +89,7 @@ class ShardedPyDataset(ShardedStream):
     @property
     def may_be_empty(self) -> bool:
         """Whether a rank may have a step without examples; the same on all ranks."""
-        if self.part.own or not self.training:
+        if self.part.own or not self.training or self._uneven_start:
             return True
         return (self._count() or 0) % self.part.size != 0
 
@@ -121,7 +122,7 @@ class ShardedPyDataset(ShardedStream):
         ]
 
     def _own_batches(self) -> Iterator[Any]:
-        dealt = _Dealt(self._dataset, self._indices(self._begin_pass()))
+        dealt = _Dealt(self._dataset, self._indices(*self._begin_pass()))
         workers = self._dataset.workers
         if workers > 1 or (workers > 0 and self._dataset.use_multiprocessing):
             batches = _from_workers(dealt)
@@ -132,16 +133,21 @@ class ShardedPyDataset(ShardedStream):
             for batch in batches:
                 yield self._keras._standardize_batch(batch)
 
-    def _indices(self, number: int) -> Sequence[int]:
-        """The batches of this rank in one pass."""
+    @property
+    def units(self) -> int | None:
+        """Batches a pass; None for no end."""
+        return self._count()
+
+    def _indices(self, number: int, seen: int) -> Sequence[int]:
+        """The batches of this rank in one pass, after the first ones of all ranks."""
         rank, size = self.part.rank, self.part.size
         count = self._count()
         if count is None:
-            return range(rank, _FOREVER, size)
+            return range(seen + rank, _FOREVER, size)
         seed, *stream = self.part.seeds(self.seed)
         random = _order.generator(seed, number, *stream)
         order = _order.permutation(count, 1, self._shuffle, random)
-        return [int(index) for index in order[rank::size]]
+        return [int(index) for index in order[seen:][rank::size]]
 
     def _prefetch(self, dataset: Any) -> Any:
         import tensorflow as tf
@@ -162,6 +168,21 @@ class ShardedPyDataset(ShardedStream):
     def on_epoch_end(self) -> None:
         """Runs the dataset's hook, with the same random numbers on all ranks."""
         self._run_hook(self._dataset.on_epoch_end)
+        repeat, self._epochs_to_repeat = self._epochs_to_repeat, 0
+        for _ in range(repeat):
+            self._run_hook(self._dataset.on_epoch_begin)
+            self._run_hook(self._dataset.on_epoch_end)
+
+    def start_at(
+        self, number: int, units: int, *, steps: int | None = None, epochs: int = 0
+    ) -> int:
+        """Lets the next pass go on where an earlier run left it.
+
+        What the hooks of the dataset did in the epochs before is done again, when
+        Keras calls the first one: before the first epoch there is one for the end.
+        """
+        self._epochs_to_repeat = epochs
+        return super().start_at(number, units, steps=steps)
 
     def _run_hook(self, hook: Any) -> None:
         self._hooks += 1

@@ -109,7 +109,7 @@ class ShardedStream(ShardedData):
 
     def _batches(self) -> Iterator[Any]:
         """One pass: this rank's batches, and batches of zero rows at the end."""
-        done = 0
+        done = 0 if self._start is None else self._start.steps
         rows: list[int] = []
         self._rows = rows
         for batch in self._own_batches():
@@ -120,7 +120,7 @@ class ShardedStream(ShardedData):
         if not self.training:
             padding: int | None = 0 if done else 1
         elif self._steps is None:
-            padding = None
+            padding = 0 if self.ends else None
         else:
             padding = self._steps - done
         zero_rows = self.zero_rows()

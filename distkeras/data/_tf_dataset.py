@@ -16,6 +16,8 @@ from distkeras.data._tf_order import check_order
 
 _INFINITE = -1
 _UNKNOWN = -2
+# Steps of a pass that has no end: more than any run takes.
+_FOREVER = 1 << 62
 
 
 class ShardedTFDataset(ShardedData):
@@ -74,8 +76,10 @@ class ShardedTFDataset(ShardedData):
         if self._cardinality == 0 and not part.own:
             raise ValueError("Expected at least one batch. Received: an empty dataset")
         self._whole = dataset
+        self._steps_per_epoch = steps if training else None
         self._adapter: tf_dataset_adapter.TFDatasetAdapter | None = None
         self._rows: list[int] = []
+        self._seen: Any = None
 
     def fingerprint(self) -> list[tuple[str, Any]]:
         """Length, types and what decides the order."""
@@ -84,6 +88,46 @@ class ShardedTFDataset(ShardedData):
             ("element_spec", self._whole.element_spec),
             *self._order,
         ]
+
+    @property
+    def units(self) -> int | None:
+        """Batches a pass; None if unknown or without end."""
+        return None if self._cardinality < 0 else self._cardinality
+
+    def start_at(
+        self, number: int, units: int, *, steps: int | None = None, epochs: int = 0
+    ) -> int:
+        """Lets the next pass begin after the first batches.
+
+        They are run through, as the pipeline cannot tell them by a number. Each
+        iterator gets another order of a pipeline that shuffles; so as many are made as
+        the earlier run had made.
+        """
+        import tensorflow as tf
+
+        for _ in range(self._iterators(epochs)):
+            iter(self._whole)
+        if units:
+            self._seen = tf.Variable(units, dtype=tf.int64, trainable=False)
+            self._adapter = None
+        return super().start_at(number, units, steps=steps)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lets passes after the first one begin at the beginning."""
+        super().set_epoch(epoch)
+        if self._start is not None:
+            self._begin_pass()
+        elif self._seen is not None and self._cardinality != _INFINITE:
+            self._seen.assign(0)
+            self._going_on = None
+
+    def _iterators(self, epochs: int) -> int:
+        """How many iterators Keras makes in so many epochs."""
+        if self._steps_per_epoch:
+            # One a pass, which need not be an epoch.
+            return epochs * self._steps_per_epoch // (self._steps or _FOREVER)
+        # Where it knows the number of steps it makes another at the end of each.
+        return epochs if self._steps is None else 2 * epochs
 
     @property
     def _own_count(self) -> int | None:
@@ -115,7 +159,7 @@ class ShardedTFDataset(ShardedData):
     @property
     def may_be_empty(self) -> bool:
         """Whether a rank may have a step without examples; the same on all ranks."""
-        if self.part.own or not self.training:
+        if self.part.own or not self.training or self._uneven_start:
             return True
         return self._cardinality != _INFINITE and self._padded_anywhere()
 
@@ -134,6 +178,10 @@ class ShardedTFDataset(ShardedData):
             return 1 if not self._own_count else 0
         if self._cardinality == _INFINITE and self._steps is None:
             return 0
+        if self._uneven_start:  # ranks end otherwise in this pass; Keras counts steps
+            return None
+        if self._steps is None and self.ends:
+            return 0
         if self._steps is None or self._own_count is None:
             return None
         return self._steps - self._own_count
@@ -141,7 +189,7 @@ class ShardedTFDataset(ShardedData):
     def _padded_anywhere(self) -> bool:
         """Whether any rank needs padding: then types are the same on all ranks."""
         if self.training and not self.part.own and self._cardinality >= 0:
-            return self._cardinality % self.part.size != 0
+            return self._uneven_start or self._cardinality % self.part.size != 0
         return self._padding() != 0
 
     def _keras(self) -> tf_dataset_adapter.TFDatasetAdapter:
@@ -168,9 +216,21 @@ class ShardedTFDataset(ShardedData):
         return self._adapter
 
     def _dealt(self, dataset: Any) -> Any:
-        if self.part.size == 1:
-            return dataset
-        return dataset.shard(self.part.size, self.part.rank)
+        rank, size = self.part.rank, self.part.size
+        if self._seen is None:
+            return dataset if size == 1 else dataset.shard(size, rank)
+
+        keep = _do_not_convert(lambda number, batch: self._is_own(number))
+        dataset = dataset.enumerate().filter(keep)
+        return dataset.map(_do_not_convert(lambda number, batch: batch))
+
+    def _is_own(self, number: Any) -> Any:
+        """Whether a batch is this rank's, and not seen yet; inside `tf.data`."""
+        import tensorflow as tf
+
+        seen = tf.constant(0, tf.int64) if self._seen is None else self._seen
+        mine = tf.math.floormod(number - seen, self.part.size) == self.part.rank
+        return tf.logical_and(number >= seen, mine)
 
     def _dealt_with_last_shape(self, dataset: Any) -> Any:
         """Deals and pads where dimensions beside the batch dimension vary.
@@ -181,7 +241,6 @@ class ShardedTFDataset(ShardedData):
         import tensorflow as tf
 
         spec = dataset.element_spec
-        rank, size = self.part.rank, self.part.size
         pad = _zero_rows(spec).repeat(self._padding())
         none = tf.data.Dataset.from_tensors(np.int64(-1)).repeat()
         tagged = dataset.enumerate().concatenate(tf.data.Dataset.zip((none, pad)))
@@ -200,7 +259,7 @@ class ShardedTFDataset(ShardedData):
                     shape = tf.shape(leaf)
                 leaves.append(leaf)
                 new_shapes.append(shape)
-            keep = tf.logical_or(is_pad, tf.math.floormod(number, size) == rank)
+            keep = tf.logical_or(is_pad, self._is_own(number))
             return tuple(new_shapes), (keep, tree.pack_sequence_as(batch, leaves))
 
         first = tuple(

@@ -93,6 +93,11 @@ class ShardedTorchLoader(ShardedStream):
         return min(count, self._limit)
 
     @property
+    def units(self) -> int | None:
+        """Batches a pass, or None if it is not known."""
+        return self._count()
+
+    @property
     def local_steps(self) -> int | None:
         """Steps a pass, or None if it is not known."""
         return self._steps_of(self._count())
@@ -144,17 +149,17 @@ class ShardedTorchLoader(ShardedStream):
         return [_standardize(batch) for batch in loader]
 
     def _own_batches(self) -> Iterator[Any]:
-        number = self._begin_pass()
+        number, seen = self._begin_pass()
         rank, size = self.part.rank, self.part.size
         if self._iterable:
-            batches = take_turns(self._rebuilt(None), rank, size)
+            batches = take_turns(self._rebuilt(None), seen + rank, size)
             own = None if self._limit is None else self._limit // size
             for index, batch in enumerate(batches):
                 if own is not None and index >= own:
                     return
                 yield _standardize(batch)
             return
-        drawn = self._draw(number)[: self._limit]
+        drawn = self._draw(number)[seen : self._limit]
         for batch in self._rebuilt(drawn[rank::size]):
             yield _standardize(batch)
 

@@ -1,0 +1,217 @@
+"""Checkpoint files: one a checkpoint, whole or not there, read by NumPy alone.
+
+A checkpoint is a `.npz` file, as `numpy.load` opens it: one array a variable, and the
+member `metadata.json`, which holds everything else and a digest of each array. The
+digest of the metadata stands in the comment of the zip archive, so that a file that is
+whole proves it, and nothing in it can have changed.
+
+Nothing here knows of Keras or of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_METADATA = "metadata.json"
+_NAME = re.compile(r"checkpoint-(\d{6,})-epoch-(\d+)-step-(\d+)\.npz")
+_UNFINISHED = ".unfinished"
+
+# What `zipfile`, `numpy` and `json` raise where bytes tell of other formats.
+_FOREIGN = (zipfile.BadZipFile, LookupError, EOFError, ValueError, RuntimeError)
+
+
+class DamagedError(ValueError):
+    """A file is not the checkpoint that it was written as."""
+
+
+def name(sequence: int, epoch: int, step: int) -> str:
+    """Returns the name of a checkpoint's file.
+
+    Args:
+        sequence: the number of the checkpoint in its folder; the newest has the
+            highest.
+        epoch: that training goes on with, from 0.
+        step: of that epoch that training goes on with, from 0.
+
+    Example:
+        >>> name(12, epoch=3, step=40)
+        'checkpoint-000012-epoch-3-step-40.npz'
+    """
+    return f"checkpoint-{sequence:06d}-epoch-{epoch}-step-{step}.npz"
+
+
+def listed(folder: Path) -> list[Path]:
+    """Returns the checkpoints in a folder, the newest first."""
+    with contextlib.suppress(FileNotFoundError):
+        found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name)]
+        return sorted(found, key=sequence, reverse=True)
+    return []
+
+
+def sequence(path: Path) -> int:
+    """Returns the number of a checkpoint in its folder, by its name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what runs that were killed while they wrote have left."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            whole = path.name.removesuffix(_UNFINISHED)
+            if whole != path.name and _NAME.fullmatch(whole):
+                path.unlink(missing_ok=True)
+
+
+def remove_old(folder: Path, *, keep: int, besides: Iterable[str] = ()) -> None:
+    """Removes all checkpoints but the newest ones.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many to leave.
+        besides: names of others to leave.
+    """
+    spared = set(besides)
+    for path in listed(folder)[keep:]:
+        if path.name not in spared:
+            path.unlink(missing_ok=True)
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Any) -> None:
+    """Writes a checkpoint that is there whole or not at all.
+
+    First to another name in the same folder, and to the disk; then renamed, and the
+    folder's entry to the disk too. A file of the same name is replaced.
+
+    Args:
+        path: of the file; its folder is made if there is none.
+        arrays: by name; of any dtype.
+        metadata: what JSON can hold.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it, and what the folder
+            held is as it was.
+    """
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    try:
+        with unfinished.open("wb") as file:
+            _write_archive(file, arrays, metadata)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    _flush_folder(folder)
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], Any]:
+    """Reads a checkpoint and proves that it is as it was written.
+
+    Returns:
+        The arrays by name, and the metadata.
+
+    Raises:
+        DamagedError: it is not whole, or has changed; the message says what.
+        OSError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            text = archive.read(_METADATA)
+            if archive.comment.decode("ascii", "replace") != _digest(text):
+                raise DamagedError("its metadata does not match its digest")
+            metadata = json.loads(text)
+            arrays = {
+                name: _read_array(archive, name, entry)
+                for name, entry in metadata["arrays"].items()
+            }
+    except DamagedError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        LookupError,
+        EOFError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
+    return arrays, metadata["content"]
+
+
+def _write_archive(file: Any, arrays: Mapping[str, np.ndarray], metadata: Any) -> None:
+    entries = {}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            stored = _plain(array)
+            # Hashed as they are in memory: no copy of what may be gigabytes.
+            entries[name] = {
+                "dtype": str(array.dtype),
+                "digest": _digest(stored.reshape(-1).view("u1").data),
+            }
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, stored, allow_pickle=False)
+        text = json.dumps({"arrays": entries, "content": metadata}, indent=1).encode()
+        archive.writestr(_METADATA, text)
+        archive.comment = _digest(text).encode()
+
+
+def _read_array(archive: zipfile.ZipFile, name: str, entry: Any) -> np.ndarray:
+    # In one piece: the archive checks its own sum at the end of a member.
+    content = io.BytesIO(archive.read(f"{name}.npy"))
+    stored = np.lib.format.read_array(content, allow_pickle=False)
+    if _digest(stored.reshape(-1).view("u1").data) != entry["digest"]:
+        raise DamagedError(f"the array '{name}' does not match its digest")
+    if str(stored.dtype) != entry["dtype"]:
+        stored = stored.view(_dtype(entry["dtype"]))
+    return stored
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Returns an array of a dtype that a file of NumPy's can name."""
+    array = np.asarray(array)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.kind in "biufc":
+        return array
+    return array.view(f"u{array.dtype.itemsize}")  # bfloat16 and its like
+
+
+def _dtype(name: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes a renaming last; where folders cannot be opened, it is left at that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
