@@ -1,9 +1,7 @@
 """Prints README's tables of equivalence, of what `--record FILE` wrote.
 
-For N = 2 and 3:
-distkeras run -n N -m pytest tests/test_equivalence.py -m "soak or not soak" \\
-    --record FILE
-and then: python tests/equivalence_tables.py FILE
+For N = 2 and 3 `distkeras run -n N -m pytest tests/test_equivalence.py --record FILE`,
+with `-m "soak or not soak"` for all cases, and then this script with FILE.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from distkeras.communicators import Communicator
 
 OPTIMIZERS = {
     "sgd_momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    # Adam makes steps of one size out of gradients of any: at a rate of 0.01 one weight,
-    # whose gradient nears zero, differs by 1.007e-5 at 3 ranks, in float64 by 3e-16.
+    # Adam makes steps of one size out of gradients of any: at a rate of 0.01 one weight
+    # whose gradient nears zero differs by 1.007e-5 at 3 ranks, in float64 by 3e-16.
     "adam": lambda: keras.optimizers.Adam(0.003),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
