@@ -19,8 +19,8 @@ With 256 ranks on 32 machines, by their MPI launcher or by Slurm, one task a GPU
         python -m distkeras.recipes.resnet_imagenet \
         --data imagenet --data-dir FOLDER --precision mixed_bfloat16
 
-With 256 images on each of 256 ranks, SGD is past what it is known to take; LARS (You et
-al. 2017, arXiv:1708.03888) is for that:
+SGD is known to take batches up to 8192: 32 images, the default, on each of 256 ranks.
+For more there is LARS (You et al. 2017, arXiv:1708.03888):
 
     srun -N 32 --ntasks-per-node 8 --gpus-per-node 8 \
         python -m distkeras.recipes.resnet_imagenet \
@@ -84,7 +84,7 @@ DEFAULTS = {
         "label_smoothing": 0.1,
     },
 }
-# Of 256 images a step; how it falls.
+# Of 256 images a step, and how it falls. That of LARS has not been tuned here.
 LEARNING_RATE = {"sgd": 0.1, "lars": 0.25}
 SCHEDULE = {"sgd": "steps", "lars": "poly"}
 DROPS = (30 / 90, 60 / 90, 80 / 90)
@@ -169,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     history = trainer.fit(
         training,
         validation_data=validation,
-        shard=False,  # it is this rank's own part already
+        shard=False,  # it is this rank's own part already,
+        shuffle=False,  # and shuffled
         epochs=epochs,
         callbacks=_training.callbacks(
             args.output, "val_top_1", ema=args.ema is not None
@@ -234,7 +235,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", choices=list(DEFAULTS), default="samples", help="(%(default)s)")
     add("--data-dir", type=Path, help="of ImageNet: see the recipes' README")
-    add("--files", choices=("tfrecords", "folders"), default="tfrecords")
+    add(
+        *("--files",),
+        choices=("tfrecords", "folders"),
+        default="tfrecords",
+        help="to make of the samples; ImageNet's are found in --data-dir",
+    )
     add("--first-label", type=int, default=1, help="in TFRecords (%(default)s)")
     add("--optimizer", choices=list(LEARNING_RATE), default="sgd")
     add("--learning-rate", type=float, help="of 256 images a step (0.1; lars 0.25)")
