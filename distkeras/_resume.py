@@ -345,6 +345,13 @@ def _place(resumption: Resumption, data: Any, steps_per_epoch: int | None) -> Po
             f"checkpoint {resumption.path} was taken, within a pass over the data. "
             f"Received: {steps_per_epoch}"
         )
+    if data.num_batches is not None and position.pass_steps != position.step:
+        raise ValueError(
+            "Expected a checkpoint of the beginning of a pass over the data. Received: "
+            f"{resumption.path}, taken {position.pass_steps} steps into one of "
+            f"{data.num_batches}, of which `steps_per_epoch={steps_per_epoch}` makes "
+            "several epochs. Leave `steps_per_epoch` out, and give more epochs."
+        )
     same_steps = resumption.resized is None and (
         saved["own"] or saved["units_a_step"] == data.units_a_step
     )

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from checkpoints import KillAt
 from checkpoints import Killed
 from checkpoints import assert_same_state
@@ -67,3 +69,73 @@ def test_as_if_never_interrupted(
     assert_same_state(world, model, expected)
     for name, values in rest.history.items():
         assert values == history.history[name][2:], name
+
+
+class Batches(keras.utils.PyDataset):
+    """Eleven batches of three, whose hook puts them in another order."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.x, self.y = samples(33)
+        self.order = np.arange(11)
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        self.made.append(index)
+        rows = slice(3 * self.order[index], 3 * self.order[index] + 3)
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.order = np.random.permutation(self.order)
+
+
+def pipeline() -> Any:
+    """A `tf.data` pipeline in another order each time."""
+    dataset = tf.data.Dataset.from_tensor_slices(samples(33))
+    return dataset.shuffle(33, seed=4).batch(3)
+
+
+KINDS: dict[str, Any] = {
+    "PyDataset": lambda: (Batches(), {}),
+    "tf.data": lambda: (pipeline(), {}),
+    "tf.data of unknown length": lambda: (
+        pipeline().filter(lambda x, y: tf.reduce_sum(x) < 1e9),
+        {},
+    ),
+    "tf.data without end": lambda: (pipeline().repeat(), {"steps_per_epoch": 4}),
+    "generator": lambda: (
+        (batch for _ in range(12) for batch in pipeline().as_numpy_iterator()),
+        {"steps_per_epoch": 4},
+    ),
+}
+
+
+@pytest.mark.dealt
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_data_go_on_within_an_epoch(
+    world: Communicator, tmp_path_shared: Path, kind: str
+) -> None:
+    def train(name: str, *callbacks: Any, **options: Any) -> keras.Model:
+        model = build(OPTIMIZERS["momentum"], dropout=False)
+        data, more = KINDS[kind]()
+        checkpoint = Checkpoint(tmp_path_shared / name, every_steps=1)
+        fit(
+            model,
+            data,
+            epochs=4,
+            callbacks=[checkpoint, *callbacks],
+            **more,
+            **options,
+        )
+        return model
+
+    expected = train("whole")
+    steps = 4 if "end" in kind or kind == "generator" else -(-11 // world.size)
+    with pytest.raises(Killed):
+        train("killed", KillAt(2 * steps + 2))
+    model = train("killed", resume="auto")
+    assert_same_state(world, model, expected)
