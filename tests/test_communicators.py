@@ -382,3 +382,22 @@ def test_different_calls_are_an_error_on_every_rank(communicator: Communicator) 
     buffer = np.ones(3)
     communicator.allreduce(buffer)
     assert buffer.tolist() == [communicator.size] * 3
+
+
+def test_machines_of_different_processors(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one machine finds out about its processor, its peers cannot know."""
+    if discover(os.environ) is None:
+        pytest.skip("needs a launcher")
+    from distkeras.communicators import _hierarchical
+
+    if world.rank == 0:
+        monkeypatch.setattr(_hierarchical, "place_matters", lambda *_: True)
+    nodes = [*range(world.size)]
+    communicator = HierarchicalCommunicator(node_of_rank=nodes)
+    for op in OPS:
+        buffer = values(world.rank, "float32", 1 << 15)
+        communicator.allreduce(buffer, op)
+        assert same_everywhere(communicator, buffer)
+    communicator.close()

@@ -17,10 +17,28 @@ from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
+from distkeras.communicators._steps import DTYPES
 
 _LONG = 1 << 16  # bytes, from which on bandwidth matters more than latency
 _PIECE = 1 << 20  # bytes that are sent at a time
 _FLYING = 4
+
+# Combined otherwise between nodes: as bytes, or in float32.
+_NOT_NUMBERS = ("bool", "float16", "bfloat16")
+
+
+_Kind = tuple[Op, str]
+"""An operation, and the name of the dtype that it is done in."""
+
+
+def _placeless() -> frozenset[_Kind]:
+    """Returns what gives the same bits on all ranks of machines like this one."""
+    return frozenset(
+        (op, name)
+        for op, ufunc in UFUNCS.items()
+        for name in DTYPES
+        if name not in _NOT_NUMBERS and not place_matters(ufunc, np.dtype(name))
+    )
 
 
 class _NodePart(SharedMemoryCommunicator):
@@ -32,12 +50,14 @@ class _NodePart(SharedMemoryCommunicator):
         everyone: MPICommunicator,
         peers: MPICommunicator | None,
         takers: int,
+        swapped: frozenset[_Kind],
         chunk_bytes: int,
     ) -> None:
         super().__init__(host, chunk_bytes=chunk_bytes)
         self._fallback = everyone
         self._peers = peers
         self._takers = takers
+        self._swapped = swapped
 
     def _beyond(self) -> tuple[int, Callable[[np.ndarray, Op], None]]:
         return self._takers, self._across
@@ -47,7 +67,7 @@ class _NodePart(SharedMemoryCommunicator):
         peers = self._peers
         if peers is None:
             return
-        plain = part.dtype.kind in "iuf" and not place_matters(UFUNCS[op], part.dtype)
+        plain = (op, part.dtype.name) in self._swapped
         if peers.size == 2 and plain and part.nbytes >= _LONG:
             with peers.calls("allreduce", part.nbytes, op):
                 self._swap(peers, part, UFUNCS[op])
@@ -145,14 +165,16 @@ class HierarchicalCommunicator(Communicator):
         self._chunk_bytes = chunk_bytes
         self._closed = False
         local = self._group(self._node_color(), self._host.rank)
-        everyone = self._host.allgather_object((local.rank, local.size))
-        self._node_sizes = tuple(size for rank, size in everyone if rank == 0)
+        everyone = self._host.allgather_object((local.rank, local.size, _placeless()))
+        self._node_sizes = tuple(size for rank, size, _ in everyone if rank == 0)
+        # Of all machines: two peers must go the same way, and their processors differ.
+        swapped = frozenset.intersection(*(kinds for *_, kinds in everyone))
         takers = min(self._node_sizes)
         # Of a node's further ranks, those of one number have a group too, unused.
         peers = self._group(local.rank, self._host.rank)
         self._peers = peers
         taking = peers if local.rank < takers else None
-        self._local = _NodePart(local, self._host, taking, takers, chunk_bytes)
+        self._local = _NodePart(local, self._host, taking, takers, swapped, chunk_bytes)
 
     def _node_color(self) -> int:
         """Returns a number that the ranks of this node have in common."""
