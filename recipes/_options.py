@@ -48,6 +48,12 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     )
     add("--weight-decay", type=float, default=1e-4, help="of kernels (%(default)s)")
     add("--ema", type=float, help="evaluate and keep a moving average, say 0.999")
+    add(
+        *("--resume",),
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep checkpoints in OUTPUT, and go on from the newest if there is one",
+    )
     add("--steps", type=positive, help="end after so many updates: to try things out")
     return parser
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 import distkeras
+import distkeras.callbacks
 
 
 def schedule(
@@ -43,31 +44,39 @@ def schedule(
 
 
 def callbacks(
-    output: Path, monitor: str, *, ema: bool
+    output: Path, monitor: str, *, ema: bool, resume: bool
 ) -> list[keras.callbacks.Callback]:
     """Returns Keras' callbacks that keep the best model and the history.
 
     Args:
-        output: folder for `best.keras`, `history.csv` and TensorBoard's `logs`.
+        output: folder for `best.keras`, `history.csv`, TensorBoard's `logs` and, if
+            training is to be resumed, `checkpoints`.
         monitor: what decides which epoch is the best; the highest is.
         ema: whether the moving average takes the weights' place in evaluation and in
             the file.
+        resume: whether to keep checkpoints and add to the history.
     """
     output.mkdir(parents=True, exist_ok=True)
-    swap = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if ema else []
+    found: list[keras.callbacks.Callback] = []
+    if ema:
+        found.append(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    if resume:
+        found.append(distkeras.callbacks.Checkpoint(output / "checkpoints"))
     return [
-        *swap,
+        *found,
         keras.callbacks.ModelCheckpoint(
             output / "best.keras", monitor=monitor, mode="max", save_best_only=True
         ),
         keras.callbacks.TensorBoard(output / "logs", write_graph=False),
-        keras.callbacks.CSVLogger(output / "history.csv"),
+        keras.callbacks.CSVLogger(output / "history.csv", append=resume),
         keras.callbacks.TerminateOnNaN(),
     ]
 
 
-def check_finite(history: dict[str, list[float]]) -> None:
-    """Ends the job if a loss is not finite. Collective."""
+def check(history: dict[str, list[float]]) -> None:
+    """Ends the job if a loss is not finite, or if there was no epoch. Collective."""
+    if not history:
+        leave("All epochs have been trained before: there is nothing to do.", code=0)
     if not np.isfinite([*history["loss"], *history["val_loss"]]).all():
         leave(
             f"The loss is not finite: {history['loss']}. Try a lower --learning-rate.",

@@ -17,7 +17,8 @@ Under Slurm, with one task a GPU:
 Every rank runs this script. The batch size is per rank; the learning rate is that of
 one process, and grows with the number of ranks (Goyal et al. 2017, arXiv:1706.02677).
 Rank 0 writes `best.keras`, an ordinary Keras file, `history.csv`, TensorBoard logs and
-`config.toml`: all options, to run the same again by `--config`.
+`config.toml`: all options, to run the same again by `--config`. With `--resume` it
+keeps checkpoints too, and the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -153,12 +154,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         validation_data=validation,
         validation_batch_size=args.batch_size,
         callbacks=_training.callbacks(
-            args.output, "val_accuracy", ema=args.ema is not None
+            args.output, "val_accuracy", ema=args.ema is not None, resume=args.resume
         ),
+        resume="auto" if args.resume else None,
         verbose=2,
     ).history
     seconds = time.perf_counter() - start
-    _training.check_finite(history)
+    _training.check(history)
 
     loss = history["loss"]
     if world.rank == 0:

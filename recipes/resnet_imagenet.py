@@ -32,7 +32,8 @@ update, and falls to a tenth after 30, 60 and 80 of 90; momentum 0.9; a weight d
 0.0001, of neither biases nor normalization. The batch size is per rank.
 
 Rank 0 writes `best.keras`, an ordinary Keras file, `history.csv`, TensorBoard logs and
-`config.toml`: all options, to run the same again by `--config`.
+`config.toml`: all options, to run the same again by `--config`. With `--resume` it
+keeps checkpoints too, and the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -173,13 +174,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         shuffle=False,  # and shuffled
         epochs=epochs,
         callbacks=_training.callbacks(
-            args.output, "val_top_1", ema=args.ema is not None
+            args.output, "val_top_1", ema=args.ema is not None, resume=args.resume
         ),
+        resume="auto" if args.resume else None,
         verbose=2,
         **limits,
     ).history
     seconds = time.perf_counter() - start
-    _training.check_finite(history)
+    _training.check(history)
 
     if world.rank == 0:
         best = int(np.argmax(history["val_top_1"]))

@@ -20,7 +20,7 @@ from distkeras.recipes import evidence
 from distkeras.recipes import resnet
 
 RESULT = re.compile(
-    r"^ResNet-20 on (?P<data>\w+), ranks: (?P<ranks>\d+), "
+    r"^ResNet-\d+ on (?P<data>\w+), ranks: (?P<ranks>\d+), "
     r"val_accuracy: (?P<accuracy>[\d.]+) in epoch (?P<epoch>\d+) of (?P<epochs>\d+), "
     r"time: (?P<seconds>[\d.]+) s, samples/s: (?P<speed>\d+), "
     r"best model: (?P<model>\S+)$",
@@ -61,9 +61,9 @@ def test_synthetic_images_are_the_same_each_time() -> None:
     assert_array_equal(first.y_val, second.y_val)
 
 
-@pytest.mark.parametrize("inside", ["", "cifar-100-python"])
-def test_cifar100_is_read_from_a_folder(tmp_path: Path, inside: str) -> None:
-    (tmp_path / inside).mkdir(exist_ok=True)
+def write_cifar100(folder: Path) -> None:
+    """Writes files in the format of CIFAR-100's python version."""
+    folder.mkdir(parents=True)
     random = np.random.default_rng(3)
     for name, count in (("train", 20), ("test", 5)):
         batch = {
@@ -71,8 +71,13 @@ def test_cifar100_is_read_from_a_folder(tmp_path: Path, inside: str) -> None:
             b"fine_labels": [99, *range(1, count)],
             b"coarse_labels": [0] * count,
         }
-        (tmp_path / inside / name).write_bytes(pickle.dumps(batch))
-    images = _data.load("cifar100", tmp_path)
+        (folder / name).write_bytes(pickle.dumps(batch))
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-100-python"])
+def test_cifar100_is_read_from_a_folder(tmp_path: Path, inside: str) -> None:
+    write_cifar100(tmp_path / "data" / inside)
+    images = _data.load("cifar100", tmp_path / "data")
     assert images.x_train.shape == (20, 32, 32, 3)
     assert list(images.y_val) == [99, 1, 2, 3, 4]
     assert images.num_classes == 100
@@ -396,11 +401,19 @@ def test_cifar10_from_a_folder_with_augmentation(tmp_path: Path) -> None:
 
 
 @pytest.mark.launches
+@pytest.mark.soak
 @pytest.mark.tensorflow
-def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    result = result_of(run("--steps", 30, "--output", "x", ranks=None, cwd=tmp_path))
-    assert result["ranks"] == "1"
-    assert files_in(tmp_path / "x") == RUN_FILES
+@pytest.mark.timeout(300)
+def test_the_same_command_goes_on_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+    words = ("--depth", 8, "--batch-size", 128, "--ema", 0.9, "--resume")
+    for epochs, done in ((1, 1), (3, 2)):
+        answer = run(*words, "--epochs", epochs, ranks=2, cwd=tmp_path)
+        assert result_of(answer)["epochs"] == str(done)
+        rows = (tmp_path / "runs/resnet/history.csv").read_text().splitlines()
+        assert len(rows) == 1 + epochs
+    answer = run(*words, "--epochs", 3, ranks=2, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "there is nothing to do" in answer.stderr
 
 
 @pytest.mark.launches
