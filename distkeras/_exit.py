@@ -1,6 +1,8 @@
 """How a rank that fails leaves: what its launcher must be told, and when."""
 
+import contextlib
 import signal
+import sys
 
 INTERRUPTED = 130
 """The exit code that a shell reports for a program that Ctrl-C ended."""
@@ -28,3 +30,22 @@ LAST_WORDS = 0.5
 
 MPICH's launcher drops what it has not read when a rank aborts.
 """
+
+
+def flush() -> None:
+    """Writes out what was printed, as far as that can be.
+
+    A disk may be full and a terminal gone; whoever ends a job for that very reason
+    must get to it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def write(text: str) -> None:
+    """Writes lines to stderr in one piece, as several ranks share it; if it can be."""
+    flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text.rstrip("\n") + "\n")
+    flush()

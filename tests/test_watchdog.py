@@ -464,3 +464,31 @@ def test_ranks_behind_wrappers_may_start_late(tmp_path: Path) -> None:
     assert result.code == 0, result.tail
     assert result.output.count("started") == 2
     assert "[distkeras]" not in result.output, result.tail
+
+
+UNWRITABLE = """\
+import os, sys
+import distkeras
+
+full = os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 1)
+os.dup2(full, 2)
+rank = distkeras.rank()
+if rank == 1:
+    LEAVE
+distkeras.barrier()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [("raise OSError('the disk is full')", 1), ("sys.exit(7)", 7)],
+    ids=["exception", "sys.exit"],
+)
+def test_a_full_disk_ends_the_job(tmp_path: Path, leave: str, code: int) -> None:
+    """Where no word of it can be written."""
+    script = tmp_path / "script.py"
+    script.write_text(UNWRITABLE.replace("LEAVE", leave))
+    finished = launch(open_mpi(), 2, [str(script)], timeout=30)
+    assert finished.code == code, finished.output

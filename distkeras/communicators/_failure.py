@@ -25,6 +25,7 @@ from typing import NoReturn
 from distkeras import _leftovers
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
+from distkeras._exit import write
 from distkeras.communicators._base import Communicator
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -115,13 +116,6 @@ def _abort(watch: _Watch, code: int) -> None:
     time.sleep(LAST_WORDS)
     _leftovers.remove_own()
     watch.communicator.abort(code)
-
-
-def write(text: str) -> None:
-    """Writes in one piece: several ranks share the terminal."""
-    sys.stdout.flush()
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()
 
 
 def _exit(status: Any = None, /) -> NoReturn:

@@ -22,6 +22,7 @@ from typing import NoReturn
 import numpy as np
 
 from distkeras._errors import CommunicatorError
+from distkeras._exit import flush
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._base import Communicator
@@ -428,8 +429,7 @@ class MPICommunicator(Communicator):
 
     def abort(self, code: int = 1) -> None:
         """Ends all processes of the job at once with exit code `code`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         self._mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:

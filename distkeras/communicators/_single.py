@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from distkeras._exit import flush
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
@@ -98,8 +98,7 @@ class SingleCommunicator(Communicator):
 
     def abort(self, code: int = 1) -> None:
         """Ends this process at once with exit code `code`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(code)
 
     def close(self) -> None:

@@ -117,14 +117,16 @@ def _report(mine: int, ranks: dict[int, int], elapsed: float, local_size: int) -
         lines.append(f"{names} ended before that")
     if not lines:
         lines.append("all ranks of this machine wait; look at those of other hosts")
-    sys.stderr.write(
+    text = (
         f"[distkeras] rank {mine} has waited {elapsed:.0f} s for all ranks to start "
         f"MPI: {'; '.join(lines)}.\n"
         "[distkeras] Every rank has to reach distkeras.init(), or the first use of "
         "distkeras. This rank is ended, and the job with it. (The limit is "
         "DISTKERAS_TIMEOUT, in seconds.)\n"
     )
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk; the rank is ended all the same
+        sys.stderr.write(text)
+        sys.stderr.flush()
     time.sleep(0.5)
 
 

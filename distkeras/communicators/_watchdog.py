@@ -30,6 +30,7 @@ from distkeras._errors import CommunicatorError
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
 from distkeras._exit import STALLED
+from distkeras._exit import write
 from distkeras.communicators import _dump
 from distkeras.communicators import _failure
 from distkeras.communicators import _stacks
@@ -156,7 +157,7 @@ class _Watchdog:
                 self._tick()
         except Exception as error:  # MPI's, where a peer is lost and MPI goes on
             if not self._stop.is_set():
-                _failure.write(
+                write(
                     f"[distkeras] rank {self._rank}: the watchdog stops: "
                     f"{type(error).__name__}: {error}"
                 )
@@ -393,7 +394,7 @@ class _Watchdog:
         verdict = dataclasses.replace(
             verdict, remedy=f"Still waiting; the limit is {self.timeout:g} s."
         )
-        _failure.write(self._report(verdict, wait, states, silent, ending=False))
+        write(self._report(verdict, wait, states, silent, ending=False))
 
     def _report(
         self,
@@ -421,7 +422,7 @@ class _Watchdog:
         self._warned = True
         if verdict.code == STALLED:
             self._ask_for_dumps(silent)
-        _failure.write(self._report(verdict, wait, states, silent, ending=ending))
+        write(self._report(verdict, wait, states, silent, ending=ending))
         if ending:
             end_job(self._host, verdict.code, speaks=self._speaks)
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distkeras._exit import flush
+from distkeras._exit import write
 from distkeras._launcher import discover
 from distkeras.launch import _payload
 from distkeras.launch import _worker
@@ -84,12 +86,11 @@ def _fail(error: BaseException, folder: Path, rank: int) -> None:
         "text": "".join(lines),
         "exception": carried if isinstance(error, Exception) else None,
     }
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     _payload.write(folder / f"{rank}.failure", pickle.dumps(failure))
     time.sleep(_PATIENCE)
     # Nobody came: this host does not share the folder, or the caller hangs.
-    print("".join(lines), file=sys.stderr, flush=True)
+    write("".join(lines))
     _worker._end_job(1)
     os._exit(1)
 

@@ -26,6 +26,8 @@ from distkeras import _leftovers
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
+from distkeras._exit import flush
+from distkeras._exit import write
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.launch import _node
@@ -155,9 +157,7 @@ def _write(text: str, launcher: Launcher | None) -> None:
     lines = text.splitlines()
     if launcher is not None and launcher.size != 1:
         lines = [f"[rank {launcher.rank}] {line}" for line in lines]
-    sys.stdout.flush()
-    sys.stderr.write("\n".join(lines) + "\n")
-    sys.stderr.flush()
+    write("\n".join(lines))
 
 
 def _end_job(code: int) -> None:
@@ -168,8 +168,7 @@ def _end_job(code: int) -> None:
     others. MPICH and Intel MPI overlook ranks that fail before MPI has started;
     they take the message that `MPI_Abort` would send (PMI-1's wire protocol).
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized():
