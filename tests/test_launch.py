@@ -711,3 +711,23 @@ def test_a_signal_leaves_no_orphans(
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, pids))
+
+
+@pytest.mark.launches
+def test_a_log_that_cannot_be_written_ends_no_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-1.log").symlink_to("/dev/full")
+    text = r"for i in range(9): print('[0] kept\n[1] lost')"
+    code = _process.run(
+        [sys.executable, "-c", text],
+        os.environ,
+        tagged=True,
+        shown=True,
+        logs=tmp_path,
+    )
+    shown = capfd.readouterr()
+    assert code == 0
+    assert shown.out == "[0] kept\n[1] lost\n" * 9
+    assert shown.err.count("lines are missing there") == 1
+    assert (tmp_path / "rank-0.log").read_text() == "kept\n" * 9

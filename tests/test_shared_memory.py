@@ -139,7 +139,11 @@ def test_long_waits_are_told_to_the_watchdog() -> None:
     (call,) = seen
     assert call is not None and call.key == ("allreduce", "max", 4000)
     assert call.number == 1
+    (steps,) = [c for c in open_calls() if c.members == (0, 99)]
+    found = steps.find(1)
+    assert found is not None and found.key == call.key
     rendezvous.release()
+    assert steps.find(1) is None  # it may be asked for just then
 
 
 def test_this_process_lives() -> None:

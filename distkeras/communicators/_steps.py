@@ -94,7 +94,11 @@ class Steps(Calls):
         """Returns the step of that number, if it is the newest or the one before."""
         if number < 1 or self._newest() - number not in (0, 1):
             return None
-        verb, size, op = self._words(self._label(number))
+        try:
+            label = self._label(number)
+        except ValueError:  # closed meanwhile, the memory is given back
+            return None
+        verb, size, op = self._words(label)
         return Call(number, verb, size, op, 0.0, 0)
 
     def waits(self, number: int) -> Calls:

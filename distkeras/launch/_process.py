@@ -19,6 +19,7 @@ from types import FrameType
 from typing import IO
 
 from distkeras import _leftovers
+from distkeras._exit import write
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for ranks that their launcher has just killed.
@@ -201,10 +202,14 @@ def _passing_signals_to(
 
 
 class _Logs:
-    """A file for each rank, and one for what the launcher says itself."""
+    """A file for each rank, and one for what the launcher says itself.
+
+    Where one cannot be written to (a full disk), it says so once; the job goes on.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._complained = False
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
         if folder is not None:
@@ -215,10 +220,18 @@ class _Logs:
         if self._folder is None:
             return
         with self._lock:
-            if rank not in self._files:
-                name = "launcher.log" if rank is None else f"rank-{rank}.log"
-                self._files[rank] = (self._folder / name).open("wb", buffering=0)
-            self._files[rank].write(line)
+            try:
+                if rank not in self._files:
+                    name = "launcher.log" if rank is None else f"rank-{rank}.log"
+                    self._files[rank] = (self._folder / name).open("wb", buffering=0)
+                self._files[rank].write(line)
+            except OSError as error:
+                if not self._complained:
+                    self._complained = True
+                    write(
+                        f"distkeras run: --log-dir {self._folder}: {error}. The job "
+                        "goes on, lines are missing there."
+                    )
 
     def close(self) -> None:
         """Closes all files."""
