@@ -58,29 +58,27 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the runs of one row gave, by seed: accuracies from 0 to 1, and seconds."""
+    """What the runs of one row gave, each a number a seed.
+
+    Attributes:
+        accuracies: of the validation images after the last epoch, from 0 to 1.
+        losses: likewise.
+        seconds: of training.
+    """
 
     accuracies: list[float]
+    losses: list[float]
     seconds: list[float]
-
-    @property
-    def mean(self) -> float:
-        """Of the accuracies."""
-        return statistics.mean(self.accuracies)
-
-    @property
-    def deviation(self) -> float:
-        """Sample standard deviation of the accuracies."""
-        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else 0.0
 
 
 _SAME, _NO_WARMUP = ("--scaling", "none"), ("--warmup-epochs", "0")
+_SCALED = "scaled: batch, rate, warm-up"
 ROWS = (
     Row("one process", 1),
     Row("same global batch", 2, 16, _SAME),
     Row("same global batch", 4, 8, _SAME),
-    Row("scaled: batch, rate, warm-up", 2),
-    Row("scaled: batch, rate, warm-up", 4),
+    Row(_SCALED, 2),
+    Row(_SCALED, 4),
     Row("without warm-up", 2, options=_NO_WARMUP),
     Row("without warm-up", 4, options=_NO_WARMUP),
     Row("rate not scaled", 2, options=_SAME),
@@ -111,19 +109,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in ROWS:
         if row.ranks <= args.ranks:
             runs = [run(row, seed, args.output, more) for seed in range(args.seeds)]
-            accuracies, seconds = zip(*runs, strict=True)
-            outcomes[row] = Outcome(list(accuracies), list(seconds))
-    text = table(outcomes)
+            outcomes[row] = Outcome(*map(list, zip(*runs, strict=True)))
+    text = f"{table(outcomes)}\n\n{comparison(outcomes)}"
     print(text)
     if args.write is not None:
         args.write.write_text(replaced(args.write.read_text(), text))
 
 
-def run(row: Row, seed: int, output: Path, more: Sequence[str]) -> tuple[float, float]:
+def run(
+    row: Row, seed: int, output: Path, more: Sequence[str]
+) -> tuple[float, float, float]:
     """Runs one command, unless its results are there.
 
     Returns:
-        The validation accuracy after the last epoch, and the seconds of training.
+        Accuracy and loss of the validation images after the last epoch, and the
+        seconds of training.
     """
     words = [*row.words, "--seed", str(seed), *more]
     named = words[words.index(MODULE) + 1 :]
@@ -139,25 +139,47 @@ def run(row: Row, seed: int, output: Path, more: Sequence[str]) -> tuple[float, 
         raise RuntimeError(f"Expected the recipe's last line in {said}; remove it.")
     with (folder / "history.csv").open(newline="") as file:
         last = list(csv.DictReader(file))[-1]
-    return float(last["val_accuracy"]), float(match[1])
+    return float(last["val_accuracy"]), float(last["val_loss"]), float(match[1])
 
 
 def table(outcomes: dict[Row, Outcome]) -> str:
     """Returns the table, in Markdown."""
-    head = "what, ranks, global batch, learning rate, accuracy, seconds, command"
-    lines = [f"| {head.replace(', ', ' | ')} |", "| --- " * 7 + "|"]
+    head = "what, ranks, global batch, learning rate, accuracy, loss, seconds, command"
+    lines = [f"| {head.replace(', ', ' | ')} |", "| --- " * 8 + "|"]
     for row, outcome in outcomes.items():
         cells = (
             row.what,
             row.ranks,
             row.ranks * row.batch_size,
             f"{row.learning_rate:g}",
-            f"{outcome.mean:.4f} ± {outcome.deviation:.4f}",
+            _spread(outcome.accuracies),
+            _spread(outcome.losses),
             f"{statistics.mean(outcome.seconds):.0f}",
             f"`distkeras {' '.join(row.words)}`",
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def comparison(outcomes: dict[Row, Outcome]) -> str:
+    """Returns one sentence: how far scaled runs are from one process, in its noise."""
+    means = {row: statistics.mean(o.accuracies) for row, o in outcomes.items()}
+    alone = next(row for row in outcomes if row.ranks == 1)
+    scaled = [row for row in outcomes if row.what == _SCALED]
+    far = max(abs(means[row] - means[alone]) for row in scaled)
+    return (
+        "With batch and rate scaled and a warm-up, mean accuracy differs from that of "
+        f"one process by {far:.4f} at most; the standard deviation of one process is "
+        f"{_deviation(outcomes[alone].accuracies):.4f}."
+    )
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.mean(values):.4f} ± {_deviation(values):.4f}"
 
 
 def replaced(page: str, text: str) -> str:

@@ -265,16 +265,27 @@ def test_what_is_wrong_in_a_file_of_options_is_said(
 
 def test_the_table_takes_its_place_in_a_page() -> None:
     row = evidence.Row("scaled", 2, 16, ("--warmup-epochs", "0"))
-    text = evidence.table({row: evidence.Outcome([0.9, 0.8, 0.7], [1.0, 2.0, 6.0])})
+    outcome = evidence.Outcome([0.9, 0.8, 0.7], [1.0, 2.0, 3.0], [1.0, 2.0, 6.0])
+    text = evidence.table({row: outcome})
     command = "distkeras run -n 2 -m distkeras.recipes.resnet --depth 8"
     assert text.splitlines()[2] == (
-        "| scaled | 2 | 32 | 0.1 | 0.8000 ± 0.1000 | 3 | "
+        "| scaled | 2 | 32 | 0.1 | 0.8000 ± 0.1000 | 2.0000 ± 1.0000 | 3 | "
         f"`{command} --batch-size 16 --warmup-epochs 0` |"
     )
     page = f"a\n{evidence.BEGIN}\nold\n{evidence.END}\nb\n"
     assert evidence.replaced(page, text) == page.replace("old", text)
     with pytest.raises(ValueError, match="Expected a page with"):
         evidence.replaced("a", text)
+
+
+def test_scaled_runs_are_compared_with_one_process() -> None:
+    outcomes = {
+        row: evidence.Outcome([row.ranks / 10, 0.5, 0.6], [1.0] * 3, [1.0] * 3)
+        for row in evidence.ROWS
+    }
+    # Means of 0.1, 0.5, 0.6 and of 0.4, 0.5, 0.6.
+    said = evidence.comparison(outcomes)
+    assert "by 0.1000 at most; the standard deviation of one process is 0.2646." in said
 
 
 # Whole runs
