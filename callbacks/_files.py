@@ -28,8 +28,16 @@ _METADATA = "metadata.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})-epoch-(\d+)-step-(\d+)\.npz")
 _UNFINISHED = ".unfinished"
 
-# What `zipfile`, `numpy` and `json` raise where bytes tell of other formats.
-_FOREIGN = (zipfile.BadZipFile, LookupError, EOFError, ValueError, RuntimeError)
+# What `zipfile`, `numpy` and `json` raise where bytes tell of other formats, or lead to
+# places that are not in the file.
+_FOREIGN = (
+    zipfile.BadZipFile,
+    LookupError,
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+)
 
 
 class DamagedError(ValueError):
@@ -128,28 +136,27 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], Any]:
 
     Raises:
         DamagedError: it is not whole, or has changed; the message says what.
-        OSError: it cannot be read.
+        OSError: it cannot be opened.
     """
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            text = archive.read(_METADATA)
-            if archive.comment.decode("ascii", "replace") != _digest(text):
-                raise DamagedError("its metadata does not match its digest")
-            metadata = json.loads(text)
-            arrays = {
-                name: _read_array(archive, name, entry)
-                for name, entry in metadata["arrays"].items()
-            }
-    except DamagedError:
-        raise
-    except (
-        zipfile.BadZipFile,
-        LookupError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        raise DamagedError(f"{type(error).__name__}: {error}") from error
+    with path.open("rb") as file:
+        try:
+            return _read_archive(file)
+        except DamagedError:
+            raise
+        except _FOREIGN as error:
+            raise DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_archive(file: Any) -> tuple[dict[str, np.ndarray], Any]:
+    with zipfile.ZipFile(file) as archive:
+        text = archive.read(_METADATA)
+        if archive.comment.decode("ascii", "replace") != _digest(text):
+            raise DamagedError("its metadata does not match its digest")
+        metadata = json.loads(text)
+        arrays = {
+            name: _read_array(archive, name, entry)
+            for name, entry in metadata["arrays"].items()
+        }
     return arrays, metadata["content"]
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -145,7 +146,7 @@ class Saver(keras.callbacks.Callback):
             )
         raise SystemExit(PREEMPTED)
 
-    def _save(self, *, best: bool = False) -> Any:
+    def _save(self, *, best: bool = False) -> Path:
         """Takes the state and lets rank 0 write it; collective."""
         checkpoint, position = self._checkpoint, self._tracker.position
         self._agree_on_success()
@@ -155,8 +156,15 @@ class Saver(keras.callbacks.Callback):
         path = checkpoint.directory / name
         if best:
             checkpoint.best_file = name
-        if self._communicator.rank > 0:
-            return path
+        if self._communicator.rank == 0:
+            self._write(path, position, state)
+        if not checkpoint.background:
+            self._agree_on_success()
+        return path
+
+    def _write(self, path: Path, position: Position, state: _state.State) -> None:
+        """Lets the file be written; on rank 0."""
+        checkpoint = self._checkpoint
         states, arrays = _callback_states.take(self._users)
         content = {
             "format": FORMAT,
@@ -175,9 +183,6 @@ class Saver(keras.callbacks.Callback):
             _files.remove_old(checkpoint.directory, keep=checkpoint.keep, besides=kept)
 
         self._writer.start(write, str(path))
-        if not checkpoint.background:
-            self._writer.wait()
-        return path
 
     def _describe_data(self, position: Position) -> dict[str, Any]:
         data = self._data

@@ -14,10 +14,12 @@ from checkpoints import Killed
 from checkpoints import assert_same_state
 from checkpoints import build
 from checkpoints import fit
+from equivalence import assert_equal_weights
 from equivalence import samples
 
 from distkeras.callbacks import Checkpoint
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -139,3 +141,168 @@ def test_kinds_of_data_go_on_within_an_epoch(
         train("killed", KillAt(2 * steps + 2))
     model = train("killed", resume="auto")
     assert_same_state(world, model, expected)
+
+
+class Watch(keras.callbacks.Callback):
+    """Counts what it sees, and what is asked of it before it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+        self.known: int | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"seen": len(self.batches)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.known = state["seen"]
+
+
+@pytest.mark.dealt
+@pytest.mark.parametrize("within", [False, True])
+def test_callbacks_that_steer_go_on(
+    world: Communicator, tmp_path_shared: Path, within: bool
+) -> None:
+    """A plateau, a schedule that multiplies, early stopping and swapped averages."""
+    data, held_out = samples(20 * world.size), samples(16, seed=8)
+
+    def steering() -> list[keras.callbacks.Callback]:
+        return [
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 1.3),
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.05),
+            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+        ]
+
+    options: dict[str, Any] = {"batch_size": 4, "validation_data": held_out}
+    expected = build(OPTIMIZERS["ema"])
+    whole = Checkpoint(tmp_path_shared / "whole")
+    history = fit(expected, data, epochs=9, callbacks=[whole, *steering()], **options)
+    checkpoint = Checkpoint(tmp_path_shared, every_steps=1 if within else None, keep=1)
+    killed = build(OPTIMIZERS["ema"])
+    with pytest.raises(Killed):
+        callbacks = [checkpoint, Watch(), *steering(), KillAt(13 if within else 11)]
+        fit(killed, data, epochs=9, callbacks=callbacks, **options)
+    model, watch = build(OPTIMIZERS["ema"]), Watch()
+    callbacks = [Checkpoint(tmp_path_shared), watch, *steering()]
+    rest = fit(model, data, epochs=9, callbacks=callbacks, resume="auto", **options)
+    assert rest.epoch == history.epoch[2:]
+    assert rest.history["learning_rate"] == history.history["learning_rate"][2:]
+    assert_same_state(world, model, expected)
+    assert watch.batches[:4] == ([2, 3, 4, 0] if within else [0, 1, 2, 3])
+    assert watch.known == (12 if within else 10)
+
+
+class Seen(keras.metrics.Metric):
+    """How often the samples of an epoch were seen; targets are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(name="seen")
+        self.count = count
+        self.counts = self.add_variable((count,), "zeros", name="counts")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        numbers = keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32")
+        seen = keras.ops.sum(keras.ops.one_hot(numbers, self.count), axis=0)
+        self.counts.assign(self.counts + seen)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "fewest": keras.ops.min(self.counts),
+            "most": keras.ops.max(self.counts),
+        }
+
+
+SAMPLES = 45
+
+
+def numbered(kind: str) -> Any:
+    """Data whose targets are the numbers of its samples."""
+    x = samples(SAMPLES)[0]
+    y = np.arange(SAMPLES, dtype="float32")
+    if kind == "arrays":
+        return x, y
+    if kind == "tf.data":
+        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(45, seed=1).batch(3)
+    batches = Batches()
+    batches.order, batches.x, batches.y = np.arange(15), x, y
+    return batches
+
+
+def train_numbered(
+    kind: str, communicator: Communicator, *callbacks: Any, **options: Any
+) -> tuple[keras.Model, Any]:
+    """Trains two epochs with a global batch of six, or batches of three a rank."""
+    keras.utils.set_random_seed(4)
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, keras.layers.Dense(1, name="only")(inputs))
+    rate = 0.0005 if kind == "arrays" else 0.001
+    model.compile(keras.optimizers.SGD(rate, 0.9), "mse", metrics=[Seen(SAMPLES)])
+    if kind == "arrays" and "batch_size" not in options:
+        options["global_batch_size"] = 6
+    history = fit(
+        model,
+        numbered(kind),
+        trainer={"communicator": communicator},
+        epochs=2,
+        callbacks=list(callbacks),
+        **options,
+    )
+    return model, history
+
+
+@pytest.mark.dealt
+@pytest.mark.parametrize("more_ranks", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "resized"),
+    [
+        ("arrays", "keep_global_batch"),
+        ("arrays", "rescale"),
+        ("PyDataset", "keep_global_batch"),
+        ("tf.data", "keep_global_batch"),
+    ],
+)
+def test_another_number_of_ranks(
+    world: Communicator,
+    tmp_path_shared: Path,
+    kind: str,
+    resized: str,
+    more_ranks: bool,
+) -> None:
+    """Each sample of the epoch is seen once, by the ranks before and after together."""
+    alone = SingleCommunicator()
+
+    def on(many: bool, *callbacks: Any, **options: Any) -> Any:
+        if many:
+            return train_numbered(kind, world, *callbacks, **options)
+        if world.rank == 0:
+            return train_numbered(kind, alone, *callbacks, **options)
+        return None
+
+    folder = tmp_path_shared
+    if not more_ranks or world.rank == 0:
+        with pytest.raises(Killed):
+            on(not more_ranks, Checkpoint(folder, every_steps=1), KillAt(4))
+    world.barrier()
+    options: dict[str, Any] = {"resume": folder, "resized": resized}
+    if resized == "rescale":
+        options["batch_size"] = 4
+    trained = on(more_ranks, **options)
+    if trained is not None:
+        model, history = trained
+        assert history.epoch == [0, 1]
+        assert history.history["fewest"] == history.history["most"] == [1, 1]
+        rate = float(model.optimizer.learning_rate)
+        if resized == "keep_global_batch" and kind == "arrays":
+            assert rate == pytest.approx(0.0005 * (1 if more_ranks else world.size))
+        elif world.size > 1:
+            base = 0.0005 if kind == "arrays" else 0.001
+            assert rate == pytest.approx(base * (world.size if more_ranks else 1))
+        if resized == "keep_global_batch" and kind == "arrays" and more_ranks:
+            whole = Checkpoint(folder / f"whole-{world.rank}")
+            single, _ = train_numbered(kind, alone, whole)
+            assert_equal_weights(model, single)
+    world.barrier()

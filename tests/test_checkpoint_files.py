@@ -1,0 +1,197 @@
+"""Files of checkpoints: whole or not there, damage is noticed, full disks are told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import build
+from checkpoints import fit
+from equivalence import samples
+
+import distkeras
+from distkeras.callbacks import Checkpoint
+from distkeras.callbacks import _files
+from distkeras.communicators import Communicator
+
+ARRAYS = {
+    "a/kernel": np.arange(6.0).reshape(2, 3),
+    "scalar": np.float32(2)[()] * np.ones((), "float32"),
+    "narrow": np.ones(3, ml_dtypes.bfloat16),
+    "empty": np.zeros((0, 2)),
+    "flag": np.array([True, False]),
+}
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / _files.name(1, epoch=2, step=3)
+    _files.write(path, ARRAYS, {"epoch": 2})
+    arrays, content = _files.read(path)
+    assert content == {"epoch": 2}
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(arrays[name], array)
+    with np.load(path) as plain:
+        np.testing.assert_array_equal(plain["a/kernel"], ARRAYS["a/kernel"])
+
+
+def test_damage_at_any_byte_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / _files.name(1, epoch=0, step=0)
+    _files.write(path, ARRAYS, {"epoch": 2})
+    whole = path.read_bytes()
+    noticed = 0
+    for at in range(0, len(whole), 5):
+        flipped = whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :]
+        for content in (whole[:at], flipped):
+            path.write_bytes(content)
+            try:
+                arrays, metadata = _files.read(path)
+            except _files.DamagedError:
+                noticed += 1
+                continue
+            assert metadata == {"epoch": 2}
+            for name, array in ARRAYS.items():
+                np.testing.assert_array_equal(arrays[name], array)
+    assert noticed > len(whole) // 5
+
+
+def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 10):
+        (tmp_path / _files.name(number, epoch=9 - number % 7, step=0)).touch()
+    unfinished = tmp_path / (_files.name(4, epoch=0, step=0) + ".unfinished")
+    for other in (unfinished, tmp_path / "notes.txt"):
+        other.touch()
+    _files.remove_old(tmp_path, keep=2, besides=[_files.name(1, epoch=8, step=0)])
+    _files.remove_unfinished(tmp_path)
+    assert [_files.sequence(p) for p in _files.listed(tmp_path)] == [10, 3, 1]
+    assert (tmp_path / "notes.txt").exists() and not unfinished.exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"every_steps": 0}, {"keep": 0}, {"every_epochs": 1.5}, {"mode": "up"}]
+)
+def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Checkpoint(tmp_path, **options)
+
+
+def test_wrong_use_is_told(world: Communicator, tmp_path: Path) -> None:
+    x, y = samples(12)
+    model = build(sgd)
+    with pytest.raises(RuntimeError, match="Trainer"):
+        model.fit(x, y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+    with pytest.raises(ValueError, match="resume='auto'"):
+        fit(model, (x, y), resume="auto")
+    with pytest.raises(distkeras.CommunicatorError, match="usable checkpoint"):
+        fit(model, (x, y), resume=tmp_path)
+
+
+def test_damaged_one_is_named_and_the_one_before_used(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    data = samples(4 * world.size)
+    fit(build(sgd), data, epochs=3, callbacks=[Checkpoint(tmp_path_shared)])
+    newest, before = _files.listed(tmp_path_shared)[:2]
+    world.barrier()
+    if world.rank == 0:
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+        (tmp_path_shared / (newest.name + ".unfinished")).write_bytes(b"half")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit(
+            build(sgd),
+            data,
+            epochs=3,
+            callbacks=[Checkpoint(tmp_path_shared)],
+            resume="auto",
+        )
+    assert history.epoch == [2]
+    texts = [str(w.message) for w in caught if "Damaged" in str(w.message)]
+    assert len(texts) == (world.rank == 0)
+    assert all(str(newest) in text for text in texts)
+    world.barrier()
+    assert before.exists() and not list(tmp_path_shared.glob("*.unfinished"))
+    assert _files.sequence(_files.listed(tmp_path_shared)[0]) == 4
+
+
+@contextlib.contextmanager
+def no_room(after: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond some bytes: a disk that is full.
+
+    The kernel's signal for that is ignored by Python, which raises an error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Full(keras.callbacks.Callback):
+    """Fills the disk when an epoch begins, on rank 0."""
+
+    def __init__(self, epoch: int, rank: int, stack: contextlib.ExitStack) -> None:
+        super().__init__()
+        self.when, self.mine, self.stack = epoch, rank == 0, stack
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self.mine and epoch == self.when:
+            self.stack.enter_context(no_room(2000))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_full_disk_is_an_error_on_every_rank(
+    world: Communicator, tmp_path_shared: Path, background: bool
+) -> None:
+    data = samples(4 * world.size)
+    checkpoint = Checkpoint(tmp_path_shared, keep=9, background=background)
+    with contextlib.ExitStack() as stack:
+        full = Full(2, world.rank, stack)
+        with pytest.raises(distkeras.CheckpointError, match="Rank 0 .* File too large"):
+            fit(build(sgd), data, epochs=9, callbacks=[checkpoint, full])
+    world.barrier()
+    names = sorted(os.listdir(tmp_path_shared))
+    # In the background the second one may have been under way.
+    assert [re.sub(r"-step.*", "", name) for name in names] in (
+        ["checkpoint-000001-epoch-1"] * background,
+        ["checkpoint-000001-epoch-1", "checkpoint-000002-epoch-2"],
+    )
+    for path in _files.listed(tmp_path_shared):
+        _files.read(path)
+
+
+def test_last_ones_and_the_best_are_kept(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    data = samples(8 * world.size)
+    best = Checkpoint(tmp_path_shared, keep=2, monitor="loss", mode="max")
+    fit(build(sgd), data, epochs=5, callbacks=[best])
+    world.barrier()
+    found = [path.name for path in reversed(_files.listed(tmp_path_shared))]
+    assert found[-2:] == [
+        "checkpoint-000004-epoch-4-step-0.npz",
+        "checkpoint-000005-epoch-5-step-0.npz",
+    ]
+    assert best.best_path is not None and best.best_path.name in found
+    assert len(found) <= 3
+    again = Checkpoint(tmp_path_shared, keep=2, monitor="loss", mode="max")
+    fit(build(sgd), data, epochs=6, callbacks=[again], resume="auto")
+    assert again.best >= best.best
+    world.barrier()
