@@ -25,6 +25,8 @@ _PR_SET_PDEATHSIG = 1
 # Seconds for ranks that their launcher has just killed.
 _DYING = 0.3
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# They need not end a job: schedulers send them as a warning.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 # Open MPI writes "[1,3]<stdout>: text" (job, rank), Slurm " 3: text", the others
 # "[3] text".
 _TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<(?:stdout|stderr)>:)? ?|^ *(\d+): ")
@@ -121,7 +123,8 @@ def run(
     """Runs a launcher until it ends.
 
     SIGINT, SIGTERM and SIGHUP are passed on to it. If it has not ended `grace`
-    seconds later, or at the second signal, it is killed.
+    seconds later, or at the second signal, it is killed. SIGUSR1 and SIGUSR2 are passed
+    on too, and nothing follows.
 
     Args:
         command: the words of the command.
@@ -191,7 +194,12 @@ def _passing_signals_to(
             process.send_signal(number)
         signal.setitimer(signal.ITIMER_REAL, grace)
 
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
     before = {number: signal.signal(number, hand_on) for number in _FORWARDED}
+    before |= {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, kill_group)
     try:
         yield received
