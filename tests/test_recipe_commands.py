@@ -61,7 +61,7 @@ def options_of(command: str) -> tuple[str, list[str], int]:
 
 
 def run(command: str, cwd: Path, more: list[str]) -> str:
-    """Runs a command on this machine, on 2 ranks at most, and returns its output."""
+    """Runs a command on this machine, on 2 ranks at most, and returns what it said."""
     module, words, ranks = options_of(command)
     launcher = [sys.executable]
     if not command.startswith("python"):
@@ -76,7 +76,7 @@ def run(command: str, cwd: Path, more: list[str]) -> str:
         timeout=500,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
+    return answer.stdout + answer.stderr
 
 
 def test_the_commands_are_found() -> None:
@@ -102,8 +102,12 @@ def test_their_options_are_known(command: str) -> None:
 @pytest.mark.parametrize("command", _SHORT)
 def test_short_commands_run(tmp_path: Path, command: str) -> None:
     more = ["--steps", "2", "--output", "out"]
-    (last,) = re.findall(r"^ResNet-.*$", run(command, tmp_path, more), re.MULTILINE)
+    said = run(command, tmp_path, more)
+    (last,) = re.findall(r"^ResNet-.*$", said, re.MULTILINE)
     _, _, ranks = options_of(command)
+    if ranks > 1:
+        (wait,) = re.findall(r"trained: .* data wait .* ms \((\d+)%\)", said)
+        assert int(wait) < 10
     assert f"ranks: {ranks}" in last
     config = (tmp_path / "out/config.toml").read_text()
     assert config.startswith(f"# ranks: {ranks}, ")
