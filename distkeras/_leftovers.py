@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
+# Inodes that Linux gives the first namespaces (include/linux/proc_ns.h).
+_INITIAL = {"ipc": "ipc:[4026531839]", "pid": "pid:[4026531836]"}
 # Open MPI's and MPICH's (Intel MPI's files have no names by then).
 _PATTERNS = ("sm_segment.*", "osc_sm.*", "mpich_shm_*")
 
@@ -31,12 +33,14 @@ def remove_own() -> None:
 def remove_unused(since: float) -> None:
     """Removes those of this user that no process has mapped.
 
-    Containers that share this folder without seeing each other's processes should not
-    share the user either.
+    Not in a container that shares the machine's memory without seeing its processes
+    (`docker run --ipc=host`): what is mapped by others cannot be told there.
 
     Args:
         since: seconds since 1970; older files are left alone.
     """
+    if _is_initial("ipc") and not _is_initial("pid"):
+        return
     paths = []
     for path in _files():
         with contextlib.suppress(OSError):
@@ -53,6 +57,14 @@ def remove_unused(since: float) -> None:
             continue
         used |= {path for path in paths if str(path) in text}
     _remove(path for path in paths if path not in used)
+
+
+def _is_initial(namespace: str) -> bool:
+    """Whether this process is in the machine's own namespace, not a container's."""
+    try:
+        return os.readlink(f"/proc/self/ns/{namespace}") == _INITIAL[namespace]
+    except OSError:  # not Linux
+        return True
 
 
 def _files() -> list[Path]:

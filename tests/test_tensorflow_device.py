@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -18,21 +20,28 @@ from distkeras.communicators import Communicator
 from distkeras.data import shard
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import make_wire
 
 pytestmark = pytest.mark.dealt
 
 SHAPES = [(3,), (2, 5), (), (7, 3)]
+ALIKE = [(8,)] * 4
 
 
-def values(rank: int) -> list[np.ndarray]:
+def values(rank: int, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     generator = np.random.default_rng(rank)
-    return [generator.normal(size=shape).astype("float32") for shape in SHAPES]
+    return [generator.normal(size=shape).astype("float32") for shape in shapes]
 
 
-def check(world: Communicator, exchange: GradientExchange, arrays: object) -> None:
+def check(
+    world: Communicator,
+    exchange: GradientExchange,
+    arrays: object,
+    shapes: list[tuple[int, ...]] = SHAPES,
+) -> None:
     hand_over = DeviceHandOver(exchange, arrays)
     plan = exchange.plan(
-        (1,), [Gradient(f"v{i}", s, "float32") for i, s in enumerate(SHAPES)]
+        (1,), [Gradient(f"v{i}", s, "float32") for i, s in enumerate(shapes)]
     )
     counts = [2.0 * r for r in range(world.size)]  # rank 0 has no example
     counts[-1] += world.size == 1
@@ -48,16 +57,17 @@ def check(world: Communicator, exchange: GradientExchange, arrays: object) -> No
         return [examples, *reduced]
 
     for _ in range(2):
-        mine = values(world.rank)
+        mine = values(world.rank, shapes)
         if counts[world.rank] == 0:
             mine = [np.full_like(array, np.nan) for array in mine]
         count = tf.constant(counts[world.rank], tf.float64)
         examples, *reduced = step(count, *map(tf.constant, mine))
         assert float(examples) == sum(counts)
         for i, result in enumerate(reduced):
-            every = [values(r)[i] for r in range(world.size)]
+            every = [values(r, shapes)[i] for r in range(world.size)]
             expected = np.average(every, axis=0, weights=counts)
-            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+            close = 1e-5 if exchange.wire is None else 4e-3
+            np.testing.assert_allclose(result, expected, rtol=close, atol=close / 10)
     assert exchange.counters.exchanges == 2
     assert exchange.counters.collectives == 2 * len(plan.buckets)
     exchange.close()
@@ -66,6 +76,24 @@ def check(world: Communicator, exchange: GradientExchange, arrays: object) -> No
 @pytest.mark.parametrize("bucket_bytes", [100, 2**20])
 def test_host_memory(world: Communicator, bucket_bytes: int) -> None:
     check(world, GradientExchange(world, bucket_bytes=bucket_bytes), np)
+
+
+def test_buckets_of_one_length(world: Communicator) -> None:
+    """They shared a buffer once, and the second bucket's sum stood in the first."""
+    check(world, GradientExchange(world, bucket_bytes=100), np, ALIKE)
+
+
+def test_half_the_bytes(world: Communicator) -> None:
+    exchange = GradientExchange(world, wire=make_wire("float16"))
+    check(world, exchange, np)
+    assert exchange.counters.bytes == 2 * 2 * sum(map(math.prod, SHAPES))
+
+
+def test_errors_cannot_be_fed_back(world: Communicator) -> None:
+    exchange = GradientExchange(world, wire=make_wire("float16", error_feedback=True))
+    with pytest.raises(ValueError, match="error_feedback=False"):
+        TensorFlowExchange(exchange, DeviceHandOver(exchange, np))
+    exchange.close()
 
 
 @pytest.mark.parametrize("accumulation", [None, 2])

@@ -14,6 +14,7 @@ from equivalence import trainer
 
 import distkeras
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
@@ -125,6 +126,26 @@ def test_other_dtypes_go_as_they_are(world: Communicator) -> None:
         tolerance = {"wide": 1e-15, "scale": 1e-7, "half": 2**-7}[name]
         np.testing.assert_allclose(result.astype("float64"), expected, rtol=tolerance)
     exchange.close()
+
+
+class Alike(SingleCommunicator):
+    """Stands for one rank of many that all send the same."""
+
+    size = 512  # type: ignore[assignment]
+
+    def allreduce(self, buffer: np.ndarray, op: Any = "sum") -> None:
+        buffer[...] = buffer.astype("float32") * self.size
+
+
+def test_many_ranks_lose_no_more_than_one() -> None:
+    """Gradients of 1e-5 are within float16; 1/512 of them would not be."""
+    exact = np.random.default_rng(0).normal(size=LENGTH).astype("float32") * 1e-5
+    errors = []
+    for communicator in (SingleCommunicator(), Alike()):
+        buffer = exact / communicator.size
+        make_wire("float16").allreduce(communicator, "key", buffer)
+        errors.append(np.abs(buffer - exact).max() / np.abs(exact).max())
+    assert errors[1] <= 1.01 * errors[0] < 1e-2
 
 
 def test_words_without_meaning() -> None:

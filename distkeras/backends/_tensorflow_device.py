@@ -9,6 +9,7 @@ has not been run on a GPU yet.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -33,21 +34,27 @@ class DeviceHandOver:
     def __init__(self, exchange: GradientExchange, arrays: Any = None) -> None:
         self._exchange = exchange
         self._arrays = arrays or importlib.import_module("cupy")
-        self._buffers: dict[tuple[int, str], Any] = {}
+        self._buffers: dict[tuple[int, int], tuple[Plan, Any]] = {}
 
-    def sum(self, flat: tf.Tensor) -> tf.Tensor:
+    def sum(self, plan: Plan, number: int, flat: tf.Tensor) -> tf.Tensor:
         """Returns the sum of all ranks' eager tensor `flat`, one-dimensional.
 
-        The result shares the lasting buffer; it is valid until a tensor of the same
-        length is summed again, which needs the weights that are updated with it.
+        The result shares the bucket's own buffer; it is valid until the same bucket is
+        summed again, which needs the weights that are updated with it.
+
+        Args:
+            plan: of the gradients.
+            number: of the bucket within the plan.
+            flat: the bucket's gradients, in the order of its placements.
         """
         exchange = self._exchange
         exchange.clock.lap("compute")
         array = self._arrays.from_dlpack(_Capsule(flat))
-        key = (array.size, array.dtype.name)
+        key = (id(plan), number)
         if key not in self._buffers:
-            self._buffers[key] = _aligned_empty(self._arrays, array)
-        buffer = self._buffers[key]
+            # With the plan, whose identity must not be given to another.
+            self._buffers[key] = (plan, _aligned_empty(self._arrays, array))
+        buffer = self._buffers[key][1]
         buffer[...] = array
         exchange.communicator.allreduce(buffer)
         exchange.counters.collectives += 1
@@ -114,14 +121,19 @@ def allreduce_on_device(
             for i, output in zip(where, outputs, strict=True):
                 reduced[i] = output
             continue
-        wire = bucket.dtype if exchange.wire is None else exchange.wire.dtype(bucket)
-        flat = _pack(bucket, [gradients[i] for i in where], share, wire)
+        wire, scale = bucket.dtype, 1.0
+        if exchange.wire is not None:
+            wire = exchange.wire.dtype(bucket)
+            scale = exchange.wire.scale(bucket, exchange.communicator.size)
+        flat = _pack(bucket, [gradients[i] for i in where], share * scale, wire)
         with tf.control_dependencies(after):
-            total = tf.py_function(hand_over.sum, [flat], flat.dtype)
+            call = functools.partial(hand_over.sum, plan, number)
+            total = tf.py_function(call, [flat], flat.dtype)
         total.set_shape(flat.shape)
         after = [total]
         for i, output in zip(where, _unpack(bucket, total), strict=True):
-            reduced[i] = tf.cast(output, gradients[i].dtype)
+            exact = tf.cast(output, tf.as_dtype(bucket.dtype)) * (1 / scale)
+            reduced[i] = tf.cast(exact, gradients[i].dtype)
     with tf.control_dependencies(after):
         # The same step on all ranks is an exchange or, without examples, is not.
         done = tf.numpy_function(_done_call(exchange), [examples], tf.float64)

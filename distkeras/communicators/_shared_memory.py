@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distkeras._errors import CommunicatorError
+from distkeras._logging import LOGGER
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
@@ -270,11 +270,10 @@ class SharedMemoryCommunicator(Communicator):
         if lacking is None:
             return SharedWindow(load_mpi(), self._host.mpi_comm, size)
         if self._fallback.rank == 0:
-            warnings.warn(
+            # Not `warnings.warn`, which may be made to raise, on this rank alone.
+            LOGGER.warning(
                 f"Too little shared memory: {lacking}. The exchange goes on through "
-                "MPI, slower.",
-                RuntimeWarning,
-                stacklevel=5,
+                "MPI, slower."
             )
         return None
 

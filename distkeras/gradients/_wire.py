@@ -47,6 +47,15 @@ class Wire(abc.ABC):
         """Returns in which dtype the elements of a bucket travel."""
 
     @abc.abstractmethod
+    def scale(self, bucket: Bucket, size: int) -> float:
+        """Returns by what shares are multiplied while they travel.
+
+        Args:
+            bucket: which goes this way or not.
+            size: number of ranks.
+        """
+
+    @abc.abstractmethod
     def allreduce(
         self, communicator: Communicator, key: Hashable, buffer: np.ndarray
     ) -> int:
@@ -65,7 +74,11 @@ class Wire(abc.ABC):
 class HalfPrecision(Wire):
     """Rounds what float32 gradients send to sixteen bits.
 
-    Sums are made in float32, by all host communicators, and rounded once more.
+    Sums are made in float32, by all host communicators, and rounded once more. A rank's
+    share of the mean is smaller than its gradient by the number of ranks; it travels
+    multiplied by the power of two next to that, so that float16 does not lose on many
+    ranks what it could hold on one. A mean of more than 65504 / ranks becomes infinite:
+    a `LossScaleOptimizer` skips such a step and lowers its scale.
 
     With error feedback each rank keeps what rounding took from its share and adds it
     to its next one, so that errors do not add up over steps (Seide et al. 2014, "1-bit
@@ -97,15 +110,21 @@ class HalfPrecision(Wire):
         """Returns sixteen bits for what is taken."""
         return self._dtype if self.takes(bucket) else bucket.dtype
 
+    def scale(self, bucket: Bucket, size: int) -> float:
+        """Returns the largest power of two that is not above `size`."""
+        return _power_of_two(size) if self.takes(bucket) else 1.0
+
     def allreduce(
         self, communicator: Communicator, key: Hashable, buffer: np.ndarray
     ) -> int:
         """Sums `buffer` over ranks, rounded to sixteen bits; collective."""
+        scale = _power_of_two(communicator.size)
         if key not in self._narrow:
             self._narrow[key] = communicator.allocate(buffer.size, self._dtype)
             if self.error_feedback:
                 self._errors[key] = np.zeros_like(buffer)
         narrow = self._narrow[key]
+        buffer *= scale  # exact, as long as nothing overflows
         if self.error_feedback:
             buffer += self._errors[key]
         with np.errstate(over="ignore"):  # beyond the type's range: infinity
@@ -114,6 +133,7 @@ class HalfPrecision(Wire):
             self._keep(self._errors[key], buffer, narrow)
         communicator.allreduce(narrow, "sum")
         buffer[...] = narrow
+        buffer *= 1 / scale
         return narrow.nbytes
 
     @staticmethod
@@ -123,6 +143,10 @@ class HalfPrecision(Wire):
         # What is not finite would stay so for ever. A loss scaler skips such a step.
         if not np.isfinite(np.dot(errors, errors)):
             errors[~np.isfinite(errors)] = 0
+
+
+def _power_of_two(size: int) -> float:
+    return float(1 << (size.bit_length() - 1))
 
 
 def make_wire(compression: Any, *, error_feedback: bool = False) -> Wire | None:
