@@ -82,6 +82,14 @@ class Session:
         self._timeline = timeline
         self.functions: Functions | None = None
 
+    @property
+    def options(self) -> list[str]:
+        """What ranks must have chosen alike, a line for each setting."""
+        return [
+            f"check_replicas={self._check_replicas}",
+            f"timeline={'none' if self._timeline is None else 'written'}",
+        ]
+
     def build(self, data: Any) -> None:
         """Creates all variables of the model, its metrics and its optimizer.
 

@@ -27,7 +27,7 @@ class Timeline(keras.callbacks.Callback):
     exchanged while the backward pass goes on, "compute" is what of it is not covered.
 
     To tell waiting from exchanging, all ranks meet once more before each message: a
-    traced run is a little slower.
+    traced run is a little slower. Of a long run the trace holds the beginning.
 
     Args:
         path: of the file, on rank 0.

@@ -27,6 +27,7 @@ from distkeras._resume import find
 from distkeras._resume import find_checkpoint
 from distkeras._session import Session
 from distkeras._session import described_compilation
+from distkeras.callbacks._checkpoint import Checkpoint
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
@@ -471,14 +472,19 @@ class Trainer:
 
     def _agree_on(self, call: str, callbacks: Any, **options: Any) -> None:
         """Raises on every rank unless all make the same call of the same model."""
-        restores = sum(
-            isinstance(callback, keras.callbacks.BackupAndRestore)
-            for callback in keras.tree.flatten(callbacks or [])
-        )
+        listed = keras.tree.flatten(callbacks or [])
+        # In these all ranks take part, also where rank 0 alone writes.
+        shared = [
+            f"{kind.__name__} callbacks (to be passed on every rank): "
+            f"{sum(isinstance(callback, kind) for callback in listed)}"
+            for kind in (keras.callbacks.BackupAndRestore, Checkpoint)
+        ]
         rows = [
             f"call={call}",
             *(f"{name}={value!r}" for name, value in options.items()),
-            f"BackupAndRestore callbacks: {restores}",
+            f"warmup_epochs={self.warmup_epochs}",
+            *self._session.options,
+            *shared,
             *described_compilation(self.model),
         ]
         agree(self.communicator, f"the call of `Trainer.{call}` and its options", rows)

@@ -191,6 +191,37 @@ def test_ranks_that_were_called_differently(world: Communicator) -> None:
         run.fit(x, y, batch_size=2, epochs=1 + (world.rank > 0), verbose=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"check_replicas": False}, "check_replicas=False"),
+        ({"timeline": "trace.json"}, "timeline=written"),
+        ({"warmup_epochs": 2}, "warmup_epochs=2"),
+    ],
+)
+def test_ranks_with_other_options(
+    world: Communicator, options: dict[str, Any], text: str
+) -> None:
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, y = samples(8)
+    run = trainer(build(OPTIMIZERS["adam"]), **(options if world.rank == 1 else {}))
+    with pytest.raises(distkeras.MismatchError, match=text):
+        run.fit(x, y, batch_size=2, verbose=0)
+
+
+def test_checkpoint_on_rank_zero_alone(world: Communicator, tmp_path: Path) -> None:
+    """As Horovod has it; here all ranks take part in one."""
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, y = samples(8)
+    callbacks = [distkeras.callbacks.Checkpoint(tmp_path)] if world.rank == 0 else []
+    with pytest.raises(distkeras.MismatchError, match="to be passed on every rank"):
+        trainer(build(OPTIMIZERS["adam"])).fit(
+            x, y, batch_size=2, verbose=0, callbacks=callbacks
+        )
+
+
 def test_models_that_differ(world: Communicator) -> None:
     if world.size == 1:
         pytest.skip("needs a rank to differ from")

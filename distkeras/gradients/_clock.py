@@ -13,6 +13,10 @@ from typing import Literal
 Part = Literal["data", "compute", "pack", "wait", "exchange", "unpack", "update"]
 
 
+MOST_EVENTS = 200_000
+"""Kept of a traced run: the first so many, some tens of megabytes."""
+
+
 @dataclasses.dataclass
 class Event:
     """One part of one step of this rank; `start` in seconds since the epoch."""
@@ -72,7 +76,7 @@ class StepClock:
     def _add(self, part: Part, until: float) -> None:
         seconds = max(until - self._mark, 0.0)
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-        if self.traced:
+        if self.traced and len(self.events) < MOST_EVENTS:
             self.events.append(Event(part, self._mark, seconds))
         self._mark = until
 
