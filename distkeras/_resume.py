@@ -146,7 +146,7 @@ def find(
         found = collectively(communicator, reading_the_checkpoint)
     finally:
         # Last where it raises too: no rank may be left in a collective.
-        texts = [f"Damaged checkpoint: {d}. The one before is used." for d in damaged]
+        texts = [f"Damaged checkpoint, passed over: {text}" for text in damaged]
     received = _distribute(found, communicator)
     for text in texts:
         warnings.warn(text, stacklevel=3)
@@ -183,7 +183,8 @@ def _newest(
                 f"{content['versions']['distkeras']}"
             )
         return str(path), arrays, content
-    if needed:
+    # Also with "auto": to begin anew is not what somebody with checkpoints expects.
+    if needed or damaged:
         reasons = f" ({'; '.join(damaged)})" if damaged else ""
         raise CheckpointError(f"Expected a usable checkpoint in {place}: none{reasons}")
     return None
@@ -241,6 +242,8 @@ class Continuation:
     ) -> None:
         self._model = model
         self._checkpoint = find_checkpoint(callbacks)
+        if self._checkpoint is not None:
+            _check_can_be_gone_on_with(data, steps_per_epoch)
         start = None
         if resumption is not None:
             start = _place(resumption, data, steps_per_epoch)
@@ -370,6 +373,18 @@ def _place(resumption: Resumption, data: Any, steps_per_epoch: int | None) -> Po
     )
     step = pass_steps if steps_per_epoch is None else position.step
     return dataclasses.replace(position, step=step, pass_steps=pass_steps)
+
+
+def _check_can_be_gone_on_with(data: Any, steps_per_epoch: int | None) -> None:
+    """Raises before training where no checkpoint of it could be used."""
+    steps = data.num_batches
+    if steps is not None and steps_per_epoch is not None and steps_per_epoch < steps:
+        raise ValueError(
+            "Expected epochs of whole passes over the data with a Checkpoint, which "
+            "cannot be gone on from within a pass of several epochs. Received: "
+            f"steps_per_epoch={steps_per_epoch} of {steps} ({data.description}). Leave "
+            "`steps_per_epoch` out, or pass data without an end (`.repeat()`)."
+        )
 
 
 class _Restore(keras.callbacks.Callback):

@@ -105,8 +105,8 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
     """Puts weights, optimizers and random numbers back; on every rank.
 
     With as many ranks as the state was taken of, each gets what was its own. With
-    another number moving statistics and accumulated gradients are averaged, and ranks
-    that are new draw random numbers of their own.
+    another number moving statistics are averaged, accumulated gradients are shared out
+    anew, and ranks that are new draw random numbers of their own.
 
     Args:
         model: as that of which the state was taken, built.
@@ -120,13 +120,16 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
     optimizers = backends.current().find_optimizers(model)
     variables = _variables(model, optimizers)
     _check(variables, state.arrays)
-    averaged = {id(v) for v in moving_statistics(model)} | _accumulators(optimizers)
+    averaged = {id(v) for v in moving_statistics(model)}
+    accumulators = _accumulators(optimizers)
     with _base_rates(optimizers):
         for name, variable in variables.items():
             value = state.arrays[name]
             own = _of_ranks(state.arrays, name, size)
             if own and size == communicator.size:
                 value = own[communicator.rank]
+            elif id(variable) in accumulators and size != communicator.size:
+                value = _shared_out(variable, own or [value], communicator.size)
             elif own and id(variable) in averaged:
                 value = np.mean(own, axis=0, dtype="float64")
             elif own and communicator.rank < size:
@@ -223,6 +226,17 @@ def _accumulators(optimizers: Sequence[keras.optimizers.Optimizer]) -> set[int]:
         if part.gradient_accumulation_steps
         for variable in part._accumulated_gradients
     }
+
+
+def _shared_out(variable: Any, own: list[np.ndarray], size: int) -> np.ndarray:
+    """Returns what each of `size` ranks accumulates, of what some ranks had.
+
+    Ranks accumulate shares, which add up to the gradient; of scales that overwrite
+    their variable (float8) the largest.
+    """
+    if getattr(variable, "overwrite_with_gradient", False):
+        return np.max(own, axis=0)
+    return np.sum(own, axis=0, dtype="float64") / size
 
 
 def _check(variables: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -233,14 +233,21 @@ def numbered(kind: str) -> Any:
 
 
 def train_numbered(
-    kind: str, communicator: Communicator, *callbacks: Any, **options: Any
+    kind: str,
+    communicator: Communicator,
+    *callbacks: Any,
+    accumulation: int | None = None,
+    **options: Any,
 ) -> tuple[keras.Model, Any]:
     """Trains two epochs with a global batch of six, or batches of three a rank."""
     keras.utils.set_random_seed(4)
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(1, name="only")(inputs))
     rate = 0.0005 if kind == "arrays" else 0.001
-    model.compile(keras.optimizers.SGD(rate, 0.9), "mse", metrics=[Seen(SAMPLES)])
+    optimizer = keras.optimizers.SGD(
+        rate, 0.9, gradient_accumulation_steps=accumulation
+    )
+    model.compile(optimizer, "mse", metrics=[Seen(SAMPLES)])
     if kind == "arrays" and "batch_size" not in options:
         options["global_batch_size"] = 6
     history = fit(
@@ -257,12 +264,13 @@ def train_numbered(
 @pytest.mark.dealt
 @pytest.mark.parametrize("more_ranks", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "resized"),
+    ("kind", "resized", "accumulation"),
     [
-        ("arrays", "keep_global_batch"),
-        ("arrays", "rescale"),
-        ("PyDataset", "keep_global_batch"),
-        ("tf.data", "keep_global_batch"),
+        ("arrays", "keep_global_batch", None),
+        ("arrays", "keep_global_batch", 3),  # stopped between two updates
+        ("arrays", "rescale", None),
+        ("PyDataset", "keep_global_batch", None),
+        ("tf.data", "keep_global_batch", None),
     ],
 )
 def test_another_number_of_ranks(
@@ -270,12 +278,14 @@ def test_another_number_of_ranks(
     tmp_path_shared: Path,
     kind: str,
     resized: str,
+    accumulation: int | None,
     more_ranks: bool,
 ) -> None:
     """Each sample of the epoch is seen once, by the ranks before and after together."""
     alone = SingleCommunicator()
 
     def on(many: bool, *callbacks: Any, **options: Any) -> Any:
+        options["accumulation"] = accumulation
         if many:
             return train_numbered(kind, world, *callbacks, **options)
         if world.rank == 0:
@@ -303,6 +313,6 @@ def test_another_number_of_ranks(
             assert rate == pytest.approx(base * (world.size if more_ranks else 1))
         if resized == "keep_global_batch" and kind == "arrays" and more_ranks:
             whole = Checkpoint(folder / f"whole-{world.rank}")
-            single, _ = train_numbered(kind, alone, whole)
+            single, _ = train_numbered(kind, alone, whole, accumulation=accumulation)
             assert_equal_weights(model, single)
     world.barrier()

@@ -130,6 +130,38 @@ def test_damaged_one_is_named_and_the_one_before_used(
     assert _files.sequence(_files.listed(tmp_path_shared)[0]) == 4
 
 
+def test_none_that_can_be_used_is_an_error(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    """Not a new beginning, after which the damaged ones would be removed."""
+    data = samples(4 * world.size)
+    callbacks = [Checkpoint(tmp_path_shared)]
+    fit(build(sgd), data, callbacks=callbacks)
+    world.barrier()
+    if world.rank == 0:
+        for path in _files.listed(tmp_path_shared):
+            path.write_bytes(path.read_bytes()[:-9])
+    with (
+        pytest.raises(distkeras.CommunicatorError, match="usable checkpoint")
+        if world.rank
+        else pytest.raises(Exception, match="usable checkpoint"),
+    ):
+        fit(build(sgd), data, callbacks=callbacks, resume="auto")
+    world.barrier()
+    assert len(_files.listed(tmp_path_shared)) == 1
+
+
+def test_epochs_within_a_pass_are_refused(world: Communicator, tmp_path: Path) -> None:
+    data = samples(16 * world.size)
+    options = {
+        "batch_size": 4,
+        "steps_per_epoch": 2,
+        "callbacks": [Checkpoint(tmp_path)],
+    }
+    with pytest.raises(ValueError, match="steps_per_epoch=2 of 4"):
+        fit(build(sgd), data, **options)
+
+
 @contextlib.contextmanager
 def no_room(after: int) -> Iterator[None]:
     """Lets no file of this process grow beyond some bytes: a disk that is full.
