@@ -100,6 +100,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.best_file: str | None = None
         self._received = 0
         self._attached = False
+        self._process = os.getpid()
 
     @property
     def best_path(self) -> pathlib.Path | None:
@@ -128,7 +129,7 @@ class Checkpoint(keras.callbacks.Callback):
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """While inside, `fit` may run, and the signals are caught."""
-        self._received, self._attached = 0, True
+        self._received, self._attached, self._process = 0, True, os.getpid()
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
@@ -148,6 +149,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._attached = False
 
     def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a worker that was forked ends as it would
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         # A launcher may pass a signal on more than once.
         self._received = self._received or number
 

@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import resource
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +130,24 @@ def test_damaged_one_is_named_and_the_one_before_used(
     world.barrier()
     assert before.exists() and not list(tmp_path_shared.glob("*.unfinished"))
     assert _files.sequence(_files.listed(tmp_path_shared)[0]) == 4
+
+
+def test_forked_workers_can_be_told_to_end(tmp_path: Path) -> None:
+    """They inherit the handler, and would only note the signal."""
+    checkpoint = Checkpoint(tmp_path)
+    ready, tell = os.pipe()
+    with checkpoint.attached():
+        worker = os.fork()
+        if worker == 0:
+            os.write(tell, b"1")
+            time.sleep(30)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(worker, signal.SIGTERM)
+        _, status = os.waitpid(worker, 0)
+    os.close(ready)
+    os.close(tell)
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_none_that_can_be_used_is_an_error(
