@@ -135,6 +135,12 @@ class Session:
             state=state,
         )
 
+    def close(self) -> None:
+        """Frees what the functions hold; collective. `prepare` makes them anew."""
+        if self.functions is not None:
+            self.functions.exchange.close()
+            self.functions = None
+
     @contextlib.contextmanager
     def training(
         self,

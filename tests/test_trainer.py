@@ -191,6 +191,22 @@ def test_ranks_that_were_called_differently(world: Communicator) -> None:
         run.fit(x, y, batch_size=2, epochs=1 + (world.rank > 0), verbose=0)
 
 
+def test_closed_trainers_leave_nothing(world: Communicator) -> None:
+    """And can be used again."""
+    x, y = samples(8)
+    run = trainer(build(OPTIMIZERS["sgd_momentum"]))
+    for _ in range(2):
+        run.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        assert (run.exchange is None) == (world.size == 1)
+        run.close()
+        run.close()
+        assert run.exchange is None
+    single = build(OPTIMIZERS["sgd_momentum"])
+    for _ in range(2):
+        single.fit(x, y, batch_size=4 * world.size, shuffle=False, verbose=0)
+    assert_equal_weights(run.model, single)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
