@@ -70,7 +70,7 @@ DEFAULTS = {
         "classes": 8,
         "epochs": 8,
         "batch_size": 8,
-        "learning_rate": 1.0,
+        "learning_rate": 0.3,
         "schedule": "cosine",
         "warmup_epochs": 1.0,
         "label_smoothing": 0.1,
