@@ -64,19 +64,21 @@ def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> St
     """
     first = communicator.rank == 0
     optimizers = backends.current().find_optimizers(model)
-    arrays: dict[str, np.ndarray] = {}
+    read = backends.current().read_variables
     with _base_rates(optimizers):
         variables = _variables(model, optimizers)
         own = _may_differ(model, optimizers)
-        mine = {n: _array(v) for n, v in variables.items() if id(v) in own}
-        if first:
-            arrays = {
-                n: mine[n] if n in mine else _array(variables[n]) for n in variables
-            }
+        wanted = variables
+        if not first:
+            wanted = {n: v for n, v in variables.items() if id(v) in own}
+        arrays = dict(zip(wanted, read(wanted.values()), strict=True))
+        mine = {n: a for n, a in arrays.items() if id(variables[n]) in own}
     digests = [hashlib.blake2b(array.tobytes()).digest() for array in mine.values()]
     always = _random_state()
     if metrics:
-        always |= {f"metric/{n}": _array(v) for n, v in _metrics(model).items()}
+        found = _metrics(model)
+        values = zip(found, read(found.values()), strict=True)
+        always |= {f"metric/{name}": value for name, value in values}
     gathered = communicator.allgather_object((digests, always))
     differ = [
         name

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 from typing import Protocol
 
 import keras
+import numpy as np
 
 from distkeras.gradients import GradientExchange
 
@@ -33,6 +35,9 @@ class Backend(Protocol):
 
     def find_optimizers(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:
         """Returns every optimizer the model holds."""
+
+    def read_variables(self, variables: Iterable[Any]) -> list[np.ndarray]:
+        """Returns copies of variables in host memory."""
 
 
 def current() -> Backend:
