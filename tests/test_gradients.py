@@ -70,14 +70,22 @@ def test_plan_refuses_nonsense() -> None:
         make_plan([Gradient("a", (2,), "float32", exists=False)])
 
 
-@pytest.mark.parametrize("path", ["dense_12/kernel", "dense/kernel"])
-def test_path_without_numbering(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("dense_12/kernel", "dense/kernel"),
+        ("dense/kernel", "dense/kernel"),
+        ("adam_1/dense_2_kernel_momentum", "adam/dense_kernel_momentum"),
+        ("metric/variable_1", "metric/variable"),
+    ],
+)
+def test_path_without_numbering(path: str, expected: str) -> None:
     class Variable:
         name = "kernel"
 
     variable = Variable()
     variable.path = path
-    assert canonical_path(variable) == "dense/kernel"
+    assert canonical_path(variable) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

@@ -118,7 +118,7 @@ def canonical_path(variable: Any) -> str:
     model before is none the worse for it.
     """
     path = getattr(variable, "path", None) or variable.name
-    return re.sub(r"_\d+(?=/|:|$)", "", path)
+    return re.sub(r"_\d+(?=[_/:]|$)", "", path)
 
 
 def wire_dtype(dtype: str) -> np.dtype:
