@@ -46,7 +46,7 @@ def make_train_function(
 
     Returns:
         A function of an iterator, as `keras.Model.make_train_function` sets it. It
-        raises `StopIteration` on all ranks after a step in which none had a row.
+        raises `StopIteration` on all ranks after an execution in which none had a row.
     """
     communicator = exchange.exchange.communicator
     batch_norm = SynchronizedBatchNorm(model, communicator)
@@ -62,14 +62,16 @@ def make_train_function(
             )
     function = _on_iterators(model, step)
 
-    clock = exchange.exchange.clock
+    host = exchange.exchange
 
     def train_function(iterator: Any) -> Any:
-        clock.begin(model.steps_per_execution)
+        host.clock.begin(model.steps_per_execution)
+        before = host.counters.examples
         logs = function(iterator)
-        clock.lap("update")
-        if exchange.exchange.exhausted:
-            exchange.exchange.exhausted = False
+        host.clock.lap("update")
+        exhausted, host.exhausted = host.exhausted, False
+        # Of an execution of several steps the first ones may have had rows.
+        if exhausted and host.counters.examples == before:
             raise StopIteration
         return logs
 
