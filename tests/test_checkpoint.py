@@ -33,9 +33,24 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+# Each kind once by default.
+SOAKS = {("momentum", "within an epoch"), ("ema", "within an epoch")} | {
+    ("adam", "between epochs"),
+    ("accumulation", "between epochs"),
+}
+
+
 @pytest.mark.dealt
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stopped", ["between epochs", "within an epoch"])
+@pytest.mark.parametrize(
+    ("kind", "stopped"),
+    [
+        pytest.param(
+            kind, stopped, marks=[pytest.mark.soak] * ((kind, stopped) in SOAKS)
+        )
+        for stopped in ("between epochs", "within an epoch")
+        for kind in OPTIMIZERS
+    ],
+)
 def test_as_if_never_interrupted(
     world: Communicator, tmp_path_shared: Path, kind: str, stopped: str
 ) -> None:
