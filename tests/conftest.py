@@ -35,7 +35,7 @@ _MARKERS = (
     "launches: starts processes of its own; runs only without a launcher",
     "gpu: needs a GPU, CuPy and NCCL; skipped with the reason where they are missing",
     "soak: runs for minutes; left out by default",
-    "dealt: traces models; a run of everything deals them to 2 and 3 ranks, see _deal",
+    "dealt: a run of everything deals them to 2 and 3 ranks, see _deal",
     "tensorflow: needs the TensorFlow backend",
 )
 
@@ -131,10 +131,10 @@ def pytest_collection_modifyitems(
 def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Returns which tests a run of everything leaves to other numbers of ranks.
 
-    Those that are marked `dealt` train models for seconds at every number of ranks:
-    each runs at 2 or at 3, and one in six at 1, where a `Trainer` is Keras' own
-    `fit`. Thue and Morse's sequence keeps the choice from going along with any
-    parameter. `--whole` runs all of them, and so does naming the file.
+    Those that are marked `dealt` train models for seconds, or are a thousand. Each runs
+    at 2 or at 3 ranks, and one in six at 1, where a `Trainer` is Keras' own `fit`. Thue
+    and Morse's sequence keeps the choice from going along with any parameter. `--whole`
+    runs all of them, and so does naming the file.
     """
     left = []
     marked = [item for item in items if item.get_closest_marker("dealt") is not None]

@@ -22,6 +22,8 @@ from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators._agreement import name_ranks
 
+pytestmark = pytest.mark.dealt
+
 NUMBERS = ("uint8", "int8", "int32", "int64", "float32", "float64")
 HALVES = ("float16", ml_dtypes.bfloat16)
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}

@@ -73,7 +73,7 @@ def test_whole_on_open_mpi(ranks: int) -> None:
 
 @pytest.mark.timeout(400)
 def test_some_at_one_rank() -> None:
-    run_tests(open_mpi(), 1, AT_ONE_RANK, timeout=300)
+    run_tests(open_mpi(), 1, AT_ONE_RANK, "--whole", timeout=300)
 
 
 @pytest.mark.timeout(700)
