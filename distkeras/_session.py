@@ -68,10 +68,10 @@ class Session:
         communicator: Communicator,
         *,
         bucket_bytes: int,
-        compression: Compression | None,
-        error_feedback: bool,
-        check_replicas: bool,
-        timeline: str | os.PathLike[str] | None,
+        compression: Compression | None = None,
+        error_feedback: bool = False,
+        check_replicas: bool = True,
+        timeline: str | os.PathLike[str] | None = None,
     ) -> None:
         self._model = model
         self._communicator = communicator
