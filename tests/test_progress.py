@@ -10,6 +10,7 @@ from equivalence import build
 from equivalence import samples
 
 from distkeras._progress import GlobalProgress
+from distkeras._resume import Continuation
 from distkeras._session import Session
 from distkeras.communicators import Communicator
 from distkeras.data import shard
@@ -55,7 +56,8 @@ def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> No
         )
         session.build(data)
         session.prepare(data)
-        with session.training(data, [], bar=shown) as callbacks:
+        going_on = Continuation(model, data, world, [], None, None)
+        with session.training(data, [], bar=shown, going_on=going_on) as callbacks:
             model.fit(data, shuffle=False, verbose=0, callbacks=[*callbacks, found])
     assert len(found.seen) == len(expected.seen)
     if shown and world.rank == 0:
