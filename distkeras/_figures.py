@@ -14,7 +14,7 @@ from distkeras.communicators import Communicator
 from distkeras.gradients import GradientExchange
 
 # From where on waiting for data is worth a warning: a share of the step, and seconds.
-_NOTEWORTHY = 0.1
+_NOTEWORTHY = 0.2
 _LONG_ENOUGH = 5.0
 
 
