@@ -14,6 +14,7 @@ from equivalence import trainer
 
 import distkeras
 from distkeras.communicators import Communicator
+from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
@@ -146,6 +147,23 @@ def test_many_ranks_lose_no_more_than_one() -> None:
         make_wire("float16").allreduce(communicator, "key", buffer)
         errors.append(np.abs(buffer - exact).max() / np.abs(exact).max())
     assert errors[1] <= 1.01 * errors[0] < 1e-2
+
+
+def test_nodes_exchange_halves(world: Communicator) -> None:
+    """Sixteen bits between nodes too: what is 2048 + 1 on one travels as 2048."""
+    if world.size == 1:
+        pytest.skip("needs two nodes")
+    nodes = [min(rank, 1) for rank in range(world.size)]
+    communicator = HierarchicalCommunicator(node_of_rank=nodes)
+    buffer = communicator.allocate(LENGTH, "float16")
+    buffer[:] = {1: 2048, 2: 1}.get(world.rank, 2)
+    communicator.allreduce(buffer)
+    np.testing.assert_array_equal(buffer, 2050)
+    buffer[:] = {1: 2048, 2: 1}.get(world.rank, 1 if world.size > 2 else 2)
+    communicator.allreduce(buffer)
+    # Of three: 1 + (2048 + 1) is 2050 in float32, and 2048 where 2049 was rounded.
+    np.testing.assert_array_equal(buffer, 2050 if world.size == 2 else 2048)
+    communicator.close()
 
 
 def test_words_without_meaning() -> None:

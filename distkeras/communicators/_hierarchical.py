@@ -124,8 +124,8 @@ class HierarchicalCommunicator(Communicator):
 
     Results are the same bits on every rank: elements are combined within a node in
     the order of ranks, then over nodes as MPI does. Half precision is combined in
-    `float32`, between nodes too, and rounded once. What is no allreduce goes to the MPI
-    communicator it is composed with.
+    `float32`, between nodes too, and rounded once (but see `allocate`). What is no
+    allreduce goes to the MPI communicator it is composed with.
 
     Args:
         host: the MPI communicator to compose with, owned from here on; by default a
@@ -241,7 +241,8 @@ class HierarchicalCommunicator(Communicator):
         """
         check_open(self._closed)
         dtype = getattr(buffer, "dtype", None)
-        if isinstance(dtype, np.dtype) and dtype.itemsize < 4 and dtype.kind in "fV":
+        half = isinstance(dtype, np.dtype) and dtype.itemsize < 4 and dtype.kind in "fV"
+        if half and not self._local.holds(buffer):
             check_op(op)
             check_buffer(buffer, writable=True)
             wide = buffer.astype(np.float32)
@@ -254,12 +255,11 @@ class HierarchicalCommunicator(Communicator):
     def allocate(self, length: int, dtype: Any) -> np.ndarray:
         """Returns zeros that `allreduce` combines without copying; collective.
 
-        See `SharedMemoryCommunicator.allocate`. Half precision gets an ordinary array.
+        See `SharedMemoryCommunicator.allocate`. Half precision that lies there travels
+        between nodes in its sixteen bits, which ordinary arrays do not: the sum of a
+        node is rounded, and that of all nodes once more.
         """
         check_open(self._closed)
-        dtype = np.dtype(dtype)
-        if dtype.itemsize < 4 and dtype.kind in "fV":
-            return super().allocate(length, dtype)
         return self._local.allocate(length, dtype)
 
     def allgather(self, buffer: Any) -> list[Any]:

@@ -291,6 +291,10 @@ class SharedMemoryCommunicator(Communicator):
         if old is not None:
             old.free()
 
+    def holds(self, buffer: Any) -> bool:
+        """Whether a buffer is one that `allocate` returned, in shared memory."""
+        return id(buffer) in self._in_place
+
     def allocate(self, length: int, dtype: Any) -> np.ndarray:
         """Returns zeros that `allreduce` combines without copying; collective.
 

@@ -74,7 +74,8 @@ class Wire(abc.ABC):
 class HalfPrecision(Wire):
     """Rounds what float32 gradients send to sixteen bits.
 
-    Sums are made in float32, by all host communicators, and rounded once more. A rank's
+    Sums are made in float32, by all host communicators, and rounded once more, between
+    nodes once in addition. A rank's
     share of the mean is smaller than its gradient by the number of ranks; it travels
     multiplied by the power of two next to that, so that float16 does not lose on many
     ranks what it could hold on one. A mean of more than 65504 / ranks becomes infinite:
