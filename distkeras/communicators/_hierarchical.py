@@ -10,11 +10,11 @@ import numpy as np
 
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
-from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
+from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
 from distkeras.communicators._steps import DTYPES
@@ -110,7 +110,7 @@ class _NodePart(SharedMemoryCommunicator):
         return self._node is not None and self._node.rendezvous.broken is not None
 
 
-class HierarchicalCommunicator(Communicator):
+class HierarchicalCommunicator(ComposedCommunicator):
     """Collectives among ranks of several nodes, each byte sent between them once.
 
     An allreduce has three parts: the ranks of a node combine their buffers in shared
@@ -155,7 +155,7 @@ class HierarchicalCommunicator(Communicator):
         chunk_bytes: int = 4 << 20,
     ) -> None:
         """Makes the groups of ranks of a node, and of peers; collective."""
-        self._host = MPICommunicator() if host is None else host
+        super().__init__(host)
         if node_of_rank is not None and len(node_of_rank) != self._host.size:
             raise ValueError(
                 f"Expected node_of_rank to name {self._host.size} nodes, one a rank. "
@@ -163,7 +163,6 @@ class HierarchicalCommunicator(Communicator):
             )
         self._node_of_rank = node_of_rank
         self._chunk_bytes = chunk_bytes
-        self._closed = False
         local = self._group(self._node_color(), self._host.rank)
         everyone = self._host.allgather_object((local.rank, local.size, _placeless()))
         self._node_sizes = tuple(size for rank, size, _ in everyone if rank == 0)
@@ -194,36 +193,6 @@ class HierarchicalCommunicator(Communicator):
         made = MPICommunicator(comm, parent=self._host.calls)
         comm.Free()
         return made
-
-    @property
-    def rank(self) -> int:
-        """This process' number, 0 to `size - 1`."""
-        return self._host.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._host.size
-
-    @property
-    def local_rank(self) -> int:
-        """This process' number among the ranks that share its memory."""
-        return self._host.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks that share this node's memory."""
-        return self._host.local_size
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The host name of every rank, by rank."""
-        return self._host.hosts
-
-    @property
-    def host(self) -> MPICommunicator:
-        """The MPI communicator it is composed with."""
-        return self._host
 
     @property
     def node_sizes(self) -> Sequence[int]:
@@ -281,16 +250,6 @@ class HierarchicalCommunicator(Communicator):
                 self._peers.barrier()
             self._local.barrier()
 
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Returns rank `root`'s object, by MPI."""
-        check_open(self._closed)
-        return self._host.broadcast_object(obj, root)
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, by rank, by MPI."""
-        check_open(self._closed)
-        return self._host.allgather_object(obj)
-
     def duplicate(self) -> HierarchicalCommunicator:
         """Returns the same group with a message space of its own; collective."""
         check_open(self._closed)
@@ -299,10 +258,6 @@ class HierarchicalCommunicator(Communicator):
             node_of_rank=self._node_of_rank,
             chunk_bytes=self._chunk_bytes,
         )
-
-    def abort(self, code: int = 1) -> None:
-        """Ends all processes of the job at once with exit code `code`."""
-        self._host.abort(code)
 
     def close(self) -> None:
         """Gives shared memory back and frees MPI's communicators; collective, once.

@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
+from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import visible_devices
@@ -108,7 +108,7 @@ def _check_usable(host: Communicator) -> None:
         )
 
 
-class NCCLCommunicator(Communicator):
+class NCCLCommunicator(ComposedCommunicator):
     """Collectives on CuPy buffers by NCCL, one GPU a rank; not run on a GPU yet.
 
     Buffers of NumPy go to the MPI communicator it is composed with. Work on device
@@ -138,14 +138,13 @@ class NCCLCommunicator(Communicator):
 
     def __init__(self, host: MPICommunicator | None = None) -> None:
         """Checks on every rank that NCCL can be used; collective."""
-        self._host = MPICommunicator() if host is None else host
+        super().__init__(host)
         _check_usable(self._host)
         self._cupy: Any = importlib.import_module("cupy")
         self._binding: Any = importlib.import_module("cupy.cuda.nccl")
         self._lock = threading.Lock()
         self._nccl: Any = None
         self._stream: Any = None
-        self._closed = False
         self._finished: Any = None
         self._calls = Calls(self._host.calls.members, self._host.calls)
         self._calls.pending = self._works
@@ -158,36 +157,6 @@ class NCCLCommunicator(Communicator):
             return pinned.index
         count = int(self._cupy.cuda.runtime.getDeviceCount())
         return choose_device(self.local_rank, count) or 0
-
-    @property
-    def rank(self) -> int:
-        """This process' number, 0 to `size - 1`."""
-        return self._host.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._host.size
-
-    @property
-    def local_rank(self) -> int:
-        """This process' number among the ranks of its node."""
-        return self._host.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks on this node."""
-        return self._host.local_size
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The host name of every rank, by rank."""
-        return self._host.hosts
-
-    @property
-    def host(self) -> MPICommunicator:
-        """The MPI communicator it is composed with."""
-        return self._host
 
     @property
     def device(self) -> int:
@@ -302,16 +271,6 @@ class NCCLCommunicator(Communicator):
         check_open(self._closed)
         self._host.barrier()
 
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Returns rank `root`'s object, by MPI."""
-        check_open(self._closed)
-        return self._host.broadcast_object(obj, root)
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, by rank, by MPI."""
-        check_open(self._closed)
-        return self._host.allgather_object(obj)
-
     def duplicate(self) -> NCCLCommunicator:
         """Returns the same group with a message space of its own; collective."""
         check_open(self._closed)
@@ -337,10 +296,6 @@ class NCCLCommunicator(Communicator):
                     self._nccl.check_async_error()
                     spins += 1
                     time.sleep(0 if spins < 1000 else 0.0005)
-
-    def abort(self, code: int = 1) -> None:
-        """Ends all processes of the job at once with exit code `code`."""
-        self._host.abort(code)
 
     def close(self) -> None:
         """Frees NCCL's communicator and MPI's; collective, once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ from distkeras._logging import LOGGER
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
-from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
+from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._mpi import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
@@ -41,7 +40,7 @@ _MOST_REDUCTIONS = 256
 _FIRST_SLOT = 1 << 14  # bytes
 
 
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(ComposedCommunicator):
     """Collectives among ranks of one node, flat buffers through shared memory.
 
     A buffer is copied in chunks to a window of memory that all ranks map, combined
@@ -95,7 +94,7 @@ class SharedMemoryCommunicator(Communicator):
         direct_bytes: int = 1 << 14,
     ) -> None:
         """Checks that the ranks share memory; collective."""
-        self._host = MPICommunicator() if host is None else host
+        super().__init__(host)
         if self._host.local_size != self._host.size:
             raise CommunicatorError(
                 f"Expected all {self._host.size} ranks on one node. Received: "
@@ -111,7 +110,6 @@ class SharedMemoryCommunicator(Communicator):
         self._fallback = self._host
         self._chunk_bytes = chunk_bytes // 64 * 64
         self._direct_bytes = direct_bytes
-        self._closed = False
         self._node: Node | None = None  # made at the first use
         self._control: SharedWindow | None = None
         self._slots: list[list[np.ndarray]] = []  # by slot, by rank
@@ -121,36 +119,6 @@ class SharedMemoryCommunicator(Communicator):
         self._reductions: dict[tuple[Any, ...], Reduction] = {}
         self._allocated: list[tuple[SharedWindow, list[np.ndarray]]] = []
         self._in_place: dict[int, dict[str, InPlace]] = {}  # by identity, by op
-
-    @property
-    def rank(self) -> int:
-        """This process' number, 0 to `size - 1`."""
-        return self._host.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._host.size
-
-    @property
-    def local_rank(self) -> int:
-        """This process' number, as all ranks are on this node."""
-        return self._host.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks, as all are on this node."""
-        return self._host.local_size
-
-    @property
-    def hosts(self) -> Sequence[str]:
-        """The host name of every rank, by rank."""
-        return self._host.hosts
-
-    @property
-    def host(self) -> MPICommunicator:
-        """The MPI communicator it is composed with."""
-        return self._host
 
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.
@@ -343,16 +311,6 @@ class SharedMemoryCommunicator(Communicator):
         else:
             node.rendezvous.meet_alike(BARRIER)
 
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Returns rank `root`'s object, by MPI."""
-        check_open(self._closed)
-        return self._host.broadcast_object(obj, root)
-
-    def allgather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, by rank, by MPI."""
-        check_open(self._closed)
-        return self._host.allgather_object(obj)
-
     def duplicate(self) -> SharedMemoryCommunicator:
         """Returns the same group with a message space of its own; collective."""
         check_open(self._closed)
@@ -361,10 +319,6 @@ class SharedMemoryCommunicator(Communicator):
             chunk_bytes=self._chunk_bytes,
             direct_bytes=self._direct_bytes,
         )
-
-    def abort(self, code: int = 1) -> None:
-        """Ends all processes of the job at once with exit code `code`."""
-        self._host.abort(code)
 
     def close(self) -> None:
         """Gives the shared memory back and frees MPI's communicator; collective, once.
