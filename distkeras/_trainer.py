@@ -22,9 +22,9 @@ from distkeras._learning_rate import scale_learning_rate
 from distkeras._learning_rate import scaling_factor
 from distkeras._learning_rate import warm_up_learning_rate
 from distkeras._resume import Continuation
-from distkeras._resume import Resized
-from distkeras._resume import find
-from distkeras._resume import find_checkpoint
+from distkeras._resumption import Resized
+from distkeras._resumption import find
+from distkeras._resumption import find_checkpoint
 from distkeras._session import Session
 from distkeras._session import described_compilation
 from distkeras.callbacks._checkpoint import Checkpoint
