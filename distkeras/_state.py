@@ -55,7 +55,7 @@ class State:
 def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> State:
     """Returns the state, on rank 0; on other ranks an empty one. Collective.
 
-    Two small messages at most, beside the state in which ranks differ.
+    Two messages: the digests of what may differ, and what does, to rank 0 alone.
 
     Args:
         model: built, its optimizers too.
@@ -79,19 +79,15 @@ def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> St
         found = _metrics(model)
         values = zip(found, read(found.values()), strict=True)
         always |= {f"metric/{name}": value for name, value in values}
-    gathered = communicator.allgather_object((digests, always))
+    everyone = communicator.allgather_object(digests)
     differ = [
-        name
-        for number, name in enumerate(mine)
-        if len({theirs[number] for theirs, _ in gathered}) > 1
+        name for name, *held in zip(mine, *everyone, strict=True) if len(set(held)) > 1
     ]
-    more: list[dict[str, np.ndarray]] = [{} for _ in gathered]
-    if differ:
-        more = communicator.allgather_object({name: mine[name] for name in differ})
-    if not first:
+    gathered = communicator.gather_object({**always, **{n: mine[n] for n in differ}})
+    if gathered is None:
         return State({}, {})
-    for rank, ((_, theirs), others) in enumerate(zip(gathered, more, strict=True)):
-        for name, array in {**theirs, **others}.items():
+    for rank, theirs in enumerate(gathered):
+        for name, array in theirs.items():
             arrays[_OF_RANK.format(rank, name)] = array
     return State(
         arrays,

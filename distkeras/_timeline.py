@@ -53,14 +53,15 @@ class Timeline(keras.callbacks.Callback):
         self._clock.traced = False
         shift = _shift(self._communicator)
         mine = [(e.part, e.start - shift, e.seconds) for e in self._clock.events]
-        ranks = self._communicator.allgather_object(mine)
+        ranks = self._communicator.gather_object(mine)
         self._clock.events.clear()
-        first = self._communicator.rank == 0
-        trace = _trace(ranks, self._communicator.hosts) if first else None
-        collectively(
-            self._communicator,
-            lambda: self._path.write_text(json.dumps(trace)) if first else None,
-        )
+
+        def writing_the_timeline() -> None:
+            if ranks is not None:
+                trace = _trace(ranks, self._communicator.hosts)
+                self._path.write_text(json.dumps(trace))
+
+        collectively(self._communicator, writing_the_timeline)
 
 
 def _shift(communicator: Communicator) -> float:

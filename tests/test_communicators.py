@@ -206,6 +206,10 @@ def test_objects(communicator: Communicator) -> None:
         assert theirs == {"rank": root, "text": "é" * 100, "none": None}
     gathered = communicator.allgather_object([communicator.rank] * communicator.rank)
     assert gathered == [[r] * r for r in range(communicator.size)]
+    for root in range(communicator.size):
+        gathered = communicator.gather_object([communicator.rank] * 40, root)
+        everyone = [[r] * 40 for r in range(communicator.size)]
+        assert gathered == (everyone if communicator.rank == root else None)
 
 
 def test_an_object_that_cannot_be_pickled(communicator: Communicator) -> None:
@@ -218,6 +222,8 @@ def test_an_object_that_cannot_be_pickled(communicator: Communicator) -> None:
         communicator.allgather_object(bad)
     with pytest.raises(CommunicatorError, match=f"rank {last}: TypeError"):
         communicator.broadcast_object(bad, last)
+    with pytest.raises(CommunicatorError, match=f"rank {last}: TypeError"):
+        communicator.gather_object(bad)
     assert communicator.allgather_object(1) == [1] * communicator.size
 
 

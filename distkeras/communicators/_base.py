@@ -1,4 +1,4 @@
-"""The interface every communicator implements: who am I, and ten collectives."""
+"""The interface every communicator implements: who am I, and a dozen collectives."""
 
 from __future__ import annotations
 
@@ -55,6 +55,15 @@ class Communicator(abc.ABC):
     def hosts(self) -> Sequence[str]:
         """The host name of every rank, by rank."""
 
+    @property
+    def fixed_order(self) -> bool:
+        """Whether `allreduce` sums an element alike wherever in a message it lies.
+
+        MPI and NCCL choose an order by length and place, so that cutting a message
+        in two may change the last bits. Two terms have one order only.
+        """
+        return self.size <= 2
+
     @abc.abstractmethod
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.
@@ -100,6 +109,10 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def allgather_object(self, obj: Any) -> list[Any]:
         """Returns every rank's object, by rank."""
+
+    @abc.abstractmethod
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Returns every rank's object, by rank, on rank `root`; None elsewhere."""
 
     @abc.abstractmethod
     def duplicate(self) -> Communicator:

@@ -63,6 +63,11 @@ class ComposedCommunicator(Communicator):
         check_open(self._closed)
         return self._host.allgather_object(obj)
 
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Returns every rank's object, by rank, on rank `root`, by MPI."""
+        check_open(self._closed)
+        return self._host.gather_object(obj, root)
+
     def abort(self, code: int = 1) -> None:
         """Ends all processes of the job at once with exit code `code`."""
         self._host.abort(code)

@@ -100,6 +100,10 @@ def _check_thread_level(MPI: Any) -> None:  # noqa: N803
 _SLICED_BYTES = 1 << 16
 
 
+# Verbs whose first message tells them apart.
+_GATHERS = ("allgather", "allgather_object", "gather_object")
+
+
 class _Layout(NamedTuple):
     """Where the ranks of a communicator sit; the same for all its duplicates."""
 
@@ -284,17 +288,26 @@ class MPICommunicator(Communicator):
         check_open(self._closed)
         self._check_host(buffer, writable=False)
         with self._calls("allgather", buffer.nbytes):
-            parts = self._allgather_bytes(_as_bytes(buffer), objects=False)
+            parts = self._allgather_bytes(_as_bytes(buffer), "allgather")
         return [part.view(buffer.dtype) for part in parts]
 
-    def _allgather_bytes(self, data: np.ndarray, *, objects: bool) -> list[np.ndarray]:
-        """Returns every rank's bytes, in arrays of their own."""
-        mine = np.array([data.size, self._calls.entered, objects], np.int64)
+    def _heads(self, size: int, verb: str, failed: bool = False) -> np.ndarray:
+        """Returns every rank's bytes to come and whether it failed, a row a rank.
+
+        Raises, on every rank alike, if they are in different verbs that begin so.
+        """
+        kind, number = _GATHERS.index(verb), self._calls.entered
+        mine = np.array([size, number, 2 * kind + failed], np.int64)
         everyone = np.empty((self._size, mine.size), np.int64)
         self._comm.Allgather(mine, everyone)
-        if (everyone[:, 1:] != mine[1:]).any():
-            self._raise_different(everyone[:, 1:].tolist())
-        counts = everyone[:, 0]
+        sizes, numbers, kinds = everyone[:, 0], everyone[:, 1], everyone[:, 2] // 2
+        if (numbers != number).any() or (kinds != kind).any():
+            self._raise_different(list(zip(numbers.tolist(), kinds, strict=True)))
+        return np.stack([sizes, everyone[:, 2] % 2], axis=1)
+
+    def _allgather_bytes(self, data: np.ndarray, verb: str) -> list[np.ndarray]:
+        """Returns every rank's bytes, in arrays of their own."""
+        counts = self._heads(data.size, verb)[:, 0]
         results = [np.empty(count, np.uint8) for count in counts]
         total = int(counts.sum())
         if total <= self.chunk_bytes:
@@ -374,7 +387,7 @@ class MPICommunicator(Communicator):
         with self._calls("allgather_object", data.size):
             head = np.array([failed, self._calls.entered], np.int64)
             joined = np.concatenate([_as_bytes(head), data])
-            parts = self._allgather_bytes(joined, objects=True)
+            parts = self._allgather_bytes(joined, "allgather_object")
             heads = [part[: head.nbytes].tobytes() for part in parts]
             parts = [part[head.nbytes :] for part in parts]
             flags = []
@@ -393,11 +406,60 @@ class MPICommunicator(Communicator):
             for rank, part in enumerate(parts)
         ]
 
-    def _raise_different(self, calls: list[tuple[int, bool]]) -> NoReturn:
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Returns every rank's object, by rank, on rank `root`; None elsewhere.
+
+        Args:
+            obj: anything `pickle` takes.
+            root: the rank that receives, the same on every rank.
+
+        Raises:
+            CommunicatorError: on every rank, if one cannot be pickled.
+        """
+        check_open(self._closed)
+        check_root(root, self._size)
+        failed, data, problem = _pickle(obj)
+        with self._calls("gather_object", data.size, root):
+            heads = self._heads(data.size, "gather_object", failed)
+            parts: list[np.ndarray] = []
+            if not heads[:, 1].any():
+                parts = self._gather_bytes(data, heads[:, 0].tolist(), root)
+        if heads[:, 1].any():
+            texts = self.allgather_object(bytes(data).decode() if failed else None)
+            failures = {rank: text for rank, text in enumerate(texts) if text}
+            _raise_unpicklable(failures, problem)
+        if self._rank != root:
+            return None
+        return [
+            obj if rank == root else pickle.loads(part.data)
+            for rank, part in enumerate(parts)
+        ]
+
+    def _gather_bytes(
+        self, data: np.ndarray, counts: list[int], root: int
+    ) -> list[np.ndarray]:
+        """Returns every rank's bytes on `root`, nothing elsewhere."""
+        receives = self._rank == root
+        if sum(counts) <= self.chunk_bytes:
+            joined = np.empty(sum(counts) if receives else 0, np.uint8)
+            self._comm.Gatherv(data, (joined, counts) if receives else None, root)
+            return np.split(joined, np.cumsum(counts)[:-1]) if receives else []
+        if not receives:
+            for piece in self._chunks(data):
+                self._comm.Send(piece, dest=root)
+            return []
+        parts = [np.empty(count, np.uint8) for count in counts]
+        parts[root] = data
+        for rank, part in enumerate(parts):
+            for piece in self._chunks(part) if rank != root else []:
+                self._comm.Recv(piece, source=rank)
+        return parts
+
+    def _raise_different(self, calls: list[tuple[int, int]]) -> NoReturn:
         """Raises, on every rank alike, as ranks are in different collectives."""
         held: dict[str, list[int]] = {}
-        for rank, (number, objects) in enumerate(calls):
-            verb = "allgather_object" if objects else "allgather"
+        for rank, (number, kind) in enumerate(calls):
+            verb = _GATHERS[kind]
             held.setdefault(f"{verb} (call {number})", []).append(rank)
         lines = "; ".join(f"{name_ranks(r)} in {what}" for what, r in held.items())
         raise CommunicatorError(

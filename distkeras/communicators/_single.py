@@ -91,6 +91,12 @@ class SingleCommunicator(Communicator):
         check_open(self._closed)
         return [obj]
 
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Returns `obj`, in a list."""
+        check_open(self._closed)
+        check_root(root, 1)
+        return [obj]
+
     def duplicate(self) -> SingleCommunicator:
         """Returns another group of one."""
         check_open(self._closed)
