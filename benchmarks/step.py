@@ -65,12 +65,30 @@ def make_model(name: str) -> tuple[keras.Model, tuple[int, ...], int]:
     return model, (784,), 32
 
 
-def contender(name: str, kind: type[GradientExchange], jit: bool) -> Any:
-    """Returns a function that runs steps and returns seconds a step."""
+def contender(
+    name: str,
+    kind: type[GradientExchange],
+    *,
+    jit: bool,
+    batch: int | None = None,
+    uneven: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Returns a function that runs steps and returns seconds a step.
+
+    Args:
+        name: of the model.
+        kind: of the exchange.
+        jit: whether XLA compiles the halves of the step.
+        batch: samples a rank; by default the model's.
+        uneven: whether batches may be empty on some ranks.
+        options: of the exchange.
+    """
     import tensorflow as tf
 
     keras.utils.set_random_seed(0)
-    model, shape, batch = make_model(name)
+    model, shape, usual = make_model(name)
+    batch = batch or usual
     model.compile(
         keras.optimizers.SGD(0.01, momentum=0.9),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -82,8 +100,9 @@ def contender(name: str, kind: type[GradientExchange], jit: bool) -> Any:
     dataset = tf.data.Dataset.from_tensors((x, y)).cache().repeat()
     model._symbolic_build(data_batch=(tf.constant(x), tf.constant(y)))
     backend = backends.current()
-    exchange = kind(world())
-    function = backend.train_function(model, backend.exchange(exchange), uneven=False)
+    exchange = kind(world(), **(options or {}))
+    graph = backend.exchange(exchange)
+    function = backend.train_function(model, graph, uneven=uneven)
     iterator = iter(dataset)
 
     def run(steps: int) -> float:
@@ -109,8 +128,8 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     steps = options.steps or {"resnet20": 8, "resnet50": 3, "mlp": 300}[options.model]
-    exchange = contender(options.model, GradientExchange, options.jit)
-    barrier = contender(options.model, BarrierExchange, options.jit)
+    exchange = contender(options.model, GradientExchange, jit=options.jit)
+    barrier = contender(options.model, BarrierExchange, jit=options.jit)
     pairs = [(exchange(steps), barrier(steps)) for _ in range(options.pairs)]
     if world().rank:
         return

@@ -12,7 +12,6 @@ from keras.src.saving import object_registration
 from distkeras import backends
 from distkeras.communicators import Communicator
 from distkeras.communicators import world
-from distkeras.gradients import DEFAULT_BUCKET_BYTES
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
@@ -24,7 +23,7 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
     optimizer: keras.optimizers.Optimizer,
     *,
     communicator: Communicator | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     compression: Compression | None = None,
     error_feedback: bool = False,
 ) -> keras.optimizers.Optimizer:
@@ -42,7 +41,8 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
         optimizer: any Keras optimizer; under mixed_float16 the outermost one, thus
             `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))`.
         communicator: the ranks to average over; by default all of them.
-        bucket_bytes: gradients are fused into buffers of at most so many bytes.
+        bucket_bytes: gradients are fused into buffers of at most so many bytes; None
+            chooses by a short measurement of the network, and logs what it chose.
         compression: of gradients on the wire, as for `Trainer`.
         error_feedback: as for `Trainer`.
 

@@ -52,7 +52,7 @@ class Session:
     Args:
         model: the user's.
         communicator: the ranks.
-        bucket_bytes: size above which a fusion bucket is closed.
+        bucket_bytes: size above which a fusion bucket is closed; None measures.
         compression: of gradients on the wire.
         error_feedback: whether rounding errors of compression are kept.
         check_replicas: whether epochs end with the proof of exchange.
@@ -67,7 +67,7 @@ class Session:
         model: keras.Model,
         communicator: Communicator,
         *,
-        bucket_bytes: int,
+        bucket_bytes: int | None = None,
         compression: Compression | None = None,
         error_feedback: bool = False,
         check_replicas: bool = True,

@@ -32,7 +32,6 @@ from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators import world
-from distkeras.gradients import DEFAULT_BUCKET_BYTES
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
@@ -56,7 +55,8 @@ class Trainer:
             its scaled value, update by update; 0 for none.
         seed: of the order in which data is dealt, the same on all ranks. By default
             drawn from Python's `random` on rank 0 at every `fit`.
-        bucket_bytes: gradients are fused into buffers of at most so many bytes.
+        bucket_bytes: gradients are fused into buffers of at most so many bytes; None
+            chooses by a short measurement of the network, and logs what it chose.
         compression: `"float16"` or `"bfloat16"` lets float32 gradients travel in half
             the bytes, summed in float32; for slow networks, at the price of rounding.
         error_feedback: with `compression`, whether each rank adds what rounding took
@@ -87,7 +87,7 @@ class Trainer:
         learning_rate_scaling: Rule = "linear",
         warmup_epochs: float = 0,
         seed: int | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         compression: Compression | None = None,
         error_feedback: bool = False,
         check_replicas: bool = True,

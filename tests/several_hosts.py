@@ -73,6 +73,14 @@ class Hosts:
         inner = ["unshare", "-u", "sh", "-c", shell, "sh", *command]
         return ["ip", "netns", "exec", name, *inner]
 
+    def shape(self, rate: str) -> None:
+        """Lets so many bits a second through the cable, `"1gbit"`; each way."""
+        limits = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+        for name in self.names:
+            words = ["tc", "qdisc", "add", "dev", f"{name}c", "root", "tbf", *limits]
+            words = ["ip", "netns", "exec", name, *words]
+            subprocess.run(words, check=True, capture_output=True, text=True)
+
     def cut(self) -> None:
         """Takes the second host's cable out."""
         _ip("-n", self.names[1], "link", "set", f"{self.names[1]}c", "down")

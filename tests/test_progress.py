@@ -14,7 +14,6 @@ from distkeras._resume import Continuation
 from distkeras._session import Session
 from distkeras.communicators import Communicator
 from distkeras.data import shard
-from distkeras.gradients import DEFAULT_BUCKET_BYTES
 
 
 class Recorder(keras.callbacks.Callback):
@@ -51,9 +50,7 @@ def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> No
         progress = GlobalProgress(world, shown=shown, steps=data.num_batches)
         model.fit(data, shuffle=False, verbose=0, callbacks=[progress, found])
     else:
-        session = Session(
-            model, world, bucket_bytes=DEFAULT_BUCKET_BYTES, check_replicas=True
-        )
+        session = Session(model, world, check_replicas=True)
         session.build(data)
         session.prepare(data)
         going_on = Continuation(model, data, world, [], None, None)

@@ -36,6 +36,9 @@ class Backend(Protocol):
     def find_optimizers(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:
         """Returns every optimizer the model holds."""
 
+    def first_batches(self, iterator: Any, count: int) -> Any:
+        """Returns an iterator over batches taken from what a step is called with."""
+
     def read_variables(self, variables: Iterable[Any]) -> list[np.ndarray]:
         """Returns copies of variables in host memory."""
 

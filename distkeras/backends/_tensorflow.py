@@ -2,6 +2,7 @@
 
 from distkeras.backends._tensorflow_build import build
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
+from distkeras.backends._tensorflow_iterator import first_batches
 from distkeras.backends._tensorflow_read import read_variables
 from distkeras.backends._tensorflow_step import find_optimizers
 from distkeras.backends._tensorflow_step import make_test_function
@@ -16,6 +17,7 @@ __all__ = [
     "build",
     "exchange",
     "find_optimizers",
+    "first_batches",
     "overrides_train_step",
     "read_variables",
     "test_function",

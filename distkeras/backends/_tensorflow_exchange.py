@@ -103,6 +103,29 @@ class TensorFlowExchange:
             may_be_exhausted: whether a step may come in which no rank has an
                 example left; then nothing is applied.
         """
+        reduced, examples = self.reduce(optimizer, gradients, variables)
+
+        def update() -> tf.Tensor:
+            apply(reduced, variables)
+            return tf.constant(True)
+
+        if may_be_exhausted:
+            tf.cond(examples > 0, update, lambda: tf.constant(False))
+        else:
+            update()
+
+    def reduce(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Exchanges `gradients`; see `apply`.
+
+        Returns:
+            What the optimizer is to be handed, and the examples of all ranks: where
+            they are none, nothing may be applied.
+        """
         if self._hand_over is not None:
             gradients = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         present = [i for i, g in enumerate(gradients) if g is not None]
@@ -113,15 +136,7 @@ class TensorFlowExchange:
         result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
-
-        def update() -> tf.Tensor:
-            apply(result, variables)
-            return tf.constant(True)
-
-        if may_be_exhausted:
-            tf.cond(examples > 0, update, lambda: tf.constant(False))
-        else:
-            update()
+        return result, examples
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
         return self.exchange.plan(

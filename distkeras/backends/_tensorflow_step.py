@@ -178,23 +178,35 @@ def _split_step(
 
     update = _half(model, hand_over)
 
-    def apply(gradients: list[Any], _: Any) -> None:
-        update(gradients)
+    results = _Parts(variables)
+
+    def exchanged(logs: Any, flat: list[tf.Tensor]) -> Any:
+        reduced, examples = exchange.reduce(optimizer, parts.join(flat), variables)
+        return logs, results.split(reduced), examples
+
+    def apply(flat: list[tf.Tensor]) -> tf.Tensor:
+        update(results.join(flat))
+        return tf.constant(True)
 
     def step(data: Any) -> Any:
         count = rows(data)
-        if batch_norm.layers:
-            logs, flat = synchronized(data, count)
-        elif uneven:
-            logs, flat = tf.cond(
-                count > 0, lambda: compiled_backward(data), lambda: nothing(data)
-            )
-        else:
-            logs, flat = compiled_backward(data)
         with exchange.counting(count):
-            exchange.apply(
-                apply, optimizer, parts.join(flat), variables, may_be_exhausted=uneven
-            )
+            if batch_norm.layers:
+                logs, flat, examples = exchanged(*synchronized(data, count))
+            elif uneven:
+                # The exchange inside of the branches: behind them it would wait for
+                # the whole backward pass.
+                logs, flat, examples = tf.cond(
+                    count > 0,
+                    lambda: exchanged(*compiled_backward(data)),
+                    lambda: exchanged(*nothing(data)),
+                )
+            else:
+                logs, flat, examples = exchanged(*compiled_backward(data))
+        if uneven:
+            tf.cond(examples > 0, lambda: apply(flat), lambda: tf.constant(False))
+        else:
+            apply(flat)
         return logs
 
     return step

@@ -199,6 +199,11 @@ class HierarchicalCommunicator(ComposedCommunicator):
         """How many ranks each node has, by the node's first rank."""
         return self._node_sizes
 
+    @property
+    def fixed_order(self) -> bool:
+        """Whether `allreduce` sums an element alike wherever in a message it lies."""
+        return len(self._node_sizes) <= 2
+
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.
 

@@ -120,6 +120,11 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._allocated: list[tuple[SharedWindow, list[np.ndarray]]] = []
         self._in_place: dict[int, dict[str, InPlace]] = {}  # by identity, by op
 
+    @property
+    def fixed_order(self) -> bool:
+        """Whether `allreduce` sums an element alike wherever in a message it lies."""
+        return True
+
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.
 

@@ -14,16 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distkeras._logging import LOGGER
 from distkeras.communicators import Communicator
 from distkeras.communicators import Op
 from distkeras.communicators import agree
 from distkeras.communicators import aligned_zeros
+from distkeras.gradients._bucket_size import FIRST_BUCKET_BYTES
+from distkeras.gradients._bucket_size import BucketSize
+from distkeras.gradients._bucket_size import choose_bucket_bytes
 from distkeras.gradients._clock import StepClock
-from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES
 from distkeras.gradients._plan import HEADER
 from distkeras.gradients._plan import Bucket
 from distkeras.gradients._plan import Gradient
 from distkeras.gradients._plan import Plan
+from distkeras.gradients._plan import check_bucket_bytes
 from distkeras.gradients._plan import make_plan
 from distkeras.gradients._plan import wire_dtype
 from distkeras.gradients._rows import Kind
@@ -72,7 +76,9 @@ class GradientExchange:
     Args:
         communicator: carries the gradients. It is duplicated, so that nothing else
             is ever sent between the messages of a step.
-        bucket_bytes: size above which a fusion bucket is closed.
+        bucket_bytes: size above which a fusion bucket is closed; None chooses one
+            with the first plan, see `choose_bucket_bytes`, and makes the first bucket
+            a small one.
         wire: codec of what travels; None sends gradients as they are.
 
     Attributes:
@@ -87,11 +93,13 @@ class GradientExchange:
         self,
         communicator: Communicator,
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         wire: Wire | None = None,
     ) -> None:
+        check_bucket_bytes(bucket_bytes)
         self.communicator = communicator.duplicate()
         self.bucket_bytes = bucket_bytes
+        self._chosen: BucketSize | None = None
         self.wire = wire
         self.counters = Counters()
         self.clock = StepClock()
@@ -123,15 +131,30 @@ class GradientExchange:
         known = self._plans.get(key)
         if known is not None and known.gradients == tuple(gradients):
             return known
-        plan = make_plan(gradients, self.bucket_bytes)
         if known is None:
             agree(
                 self.communicator,
                 "the model's gradients (trainable variables in order, with shape, "
                 "dtype and whether the loss depends on them)",
-                [self._described_options(), *plan.rows],
+                [self._described_options(), *Plan(tuple(gradients), ()).rows],
             )
+        plan = self._make_plan(gradients)
         self._plans[key] = plan
+        return plan
+
+    def _make_plan(self, gradients: Sequence[Gradient]) -> Plan:
+        if self.bucket_bytes is not None:
+            return make_plan(gradients, self.bucket_bytes)
+        if self._chosen is None:
+            self._chosen = choose_bucket_bytes(self.communicator)
+        plan = make_plan(gradients, self._chosen.bytes, first_bytes=FIRST_BUCKET_BYTES)
+        LOGGER.info(
+            "gradients of %.1f MB travel in %d buckets of up to %d MiB (%s)",
+            plan.nbytes / 1e6,
+            len(plan.buckets),
+            self._chosen.bytes >> 20,
+            self._chosen.reason,
+        )
         return plan
 
     def _described_options(self) -> str:

@@ -21,7 +21,7 @@ from distkeras.communicators._base import ALIGNMENT
 HEADER = 64
 """Bytes at the start of every bucket that carry the flags of the step."""
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
+DEFAULT_BUCKET_BYTES = 8 * 2**20
 
 Reduction = Literal["mean", "max"]
 
@@ -131,7 +131,10 @@ def wire_dtype(dtype: str) -> np.dtype:
 
 
 def make_plan(
-    gradients: Sequence[Gradient], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    gradients: Sequence[Gradient],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    *,
+    first_bytes: int | None = None,
 ) -> Plan:
     """Deals gradients into buckets.
 
@@ -142,6 +145,7 @@ def make_plan(
         gradients: one entry a trainable variable, in the optimizer's order.
         bucket_bytes: a bucket is closed when the next gradient would make it
             larger; a larger gradient gets a bucket of its own.
+        first_bytes: the same for the first bucket, if it is to be smaller.
 
     Returns:
         The plan.
@@ -155,11 +159,8 @@ def make_plan(
         >>> [(p.index, p.offset) for p in plan.buckets[0].placements]
         [(1, 16), (0, 32)]
     """
-    if bucket_bytes <= 0:
-        raise ValueError(
-            "`bucket_bytes` must be a positive number of bytes. "
-            f"Received: bucket_bytes={bucket_bytes}"
-        )
+    check_bucket_bytes(bucket_bytes)
+    first = min(bucket_bytes, first_bytes or bucket_bytes)
     open_: dict[tuple[np.dtype, Reduction], list[Placement]] = {}
     ends: dict[tuple[np.dtype, Reduction], int] = {}
     buckets: list[Bucket] = []
@@ -176,7 +177,8 @@ def make_plan(
         key = (dtype, gradient.reduction)
         length = math.prod(gradient.shape)
         step = _aligned(length, dtype)
-        if key in open_ and (ends[key] + step) * dtype.itemsize > bucket_bytes:
+        limit = bucket_bytes if buckets else first
+        if key in open_ and (ends[key] + step) * dtype.itemsize > limit:
             close(key)
         if key not in open_:
             open_[key] = []
@@ -193,6 +195,15 @@ def make_plan(
             "loss depend on the model's outputs?"
         )
     return plan
+
+
+def check_bucket_bytes(bucket_bytes: int | None) -> None:
+    """Raises ValueError unless this is a size of buckets, or None."""
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise ValueError(
+            "`bucket_bytes` must be a positive number of bytes. "
+            f"Received: bucket_bytes={bucket_bytes}"
+        )
 
 
 def _aligned(length: int, dtype: np.dtype) -> int:
