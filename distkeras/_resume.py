@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import keras
 
+from distkeras import backends
 from distkeras._position import Position
 from distkeras._position import Tracker
 from distkeras._restoring import QuietAtFirst
@@ -60,9 +60,10 @@ class Continuation:
         start = None
         if resumption is not None:
             start = _place(resumption, data, steps_per_epoch)
-        # The last execution of an epoch may be a short one.
         step = 0 if start is None else start.step
-        self._skipped = math.ceil(step / model.steps_per_execution)
+        self._skipped, self._rest = _executions(
+            step, model.steps_per_execution, steps_per_epoch or data.num_batches
+        )
         self._tracker = Tracker(
             start=start, steps_per_epoch=steps_per_epoch, pass_steps=data.num_batches
         )
@@ -98,14 +99,17 @@ class Continuation:
 
     def train_function(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what `fit` calls a step: at first it passes over steps done."""
-        if not self._skipped:
+        if not (self._skipped or self._rest):
             return function
-        left = self._skipped
+        left, rest = self._skipped, self._rest
         logs: dict[str, Any] | None = None
 
         def train_function(iterator: Any) -> Any:
-            nonlocal left, logs
+            nonlocal left, rest, logs
             if left == 0:
+                if rest:
+                    iterator = backends.current().first_batches(iterator, rest)
+                    rest = 0
                 return function(iterator)
             left -= 1
             if logs is None:  # of the epoch so far, in case that nothing follows
@@ -177,6 +181,8 @@ def _place(resumption: Resumption, data: Any, steps_per_epoch: int | None) -> Po
             "taken within an epoch, in which each rank has data of its own "
             "(`shard=False`). Checkpoints of the ends of epochs can be gone on from."
         )
+    if saved.get("pass") is not None:
+        data.recall_pass(saved["pass"])
     units = data.units_after(position.pass_steps) if same_steps else saved["units_done"]
     pass_steps = data.start_at(
         position.pass_number,
@@ -186,6 +192,24 @@ def _place(resumption: Resumption, data: Any, steps_per_epoch: int | None) -> Po
     )
     step = pass_steps if steps_per_epoch is None else position.step
     return dataclasses.replace(position, step=step, pass_steps=pass_steps)
+
+
+def _executions(step: int, each: int, most: int | None) -> tuple[int, int]:
+    """Returns how many executions are passed over, and the steps of a short next one.
+
+    Args:
+        step: of the epoch, the first one to be done.
+        each: `steps_per_execution`, by which `step` need not have been reached.
+        most: steps of the epoch, where they are known.
+
+    Example:
+        >>> _executions(6, 2, 8), _executions(7, 4, 20), _executions(7, 4, 7)
+        ((3, 0), (1, 1), (2, 0))
+    """
+    passed, done = divmod(step, each)
+    if done and step == most:  # the last execution of an epoch may be a short one
+        return passed + 1, 0
+    return passed, each - done if done else 0
 
 
 def _check_can_be_gone_on_with(data: Any, steps_per_epoch: int | None) -> None:

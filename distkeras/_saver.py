@@ -83,6 +83,8 @@ class Saver(keras.callbacks.Callback):
                 )
 
         collectively(self._communicator, preparing_the_checkpoints)
+        # All ranks name the best one.
+        self._number = self._communicator.broadcast_object(self._number)
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -200,6 +202,7 @@ class Saver(keras.callbacks.Callback):
             "units": data.units,
             "units_a_step": data.units_a_step,
             "units_done": units,
+            "pass": data.describe_pass(position.pass_steps),
             "steps": data.num_batches,
             "steps_per_epoch": self._steps_per_epoch,
             "examples": each,

@@ -18,6 +18,7 @@ from equivalence import assert_equal_weights
 from equivalence import samples
 
 from distkeras.callbacks import Checkpoint
+from distkeras.callbacks import _files
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
 
@@ -86,6 +87,30 @@ def test_as_if_never_interrupted(
     assert_same_state(world, model, expected)
     for name, values in rest.history.items():
         assert values == history.history[name][2:], name
+
+
+@pytest.mark.dealt
+def test_another_number_of_steps_an_execution(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    """What was done is four of seven steps: neither a whole number of threes."""
+    data = samples(28 * world.size - 1)
+
+    def train(name: str, steps: int, *more: Any, **options: Any) -> keras.Model:
+        model = build(OPTIMIZERS["momentum"], steps_per_execution=steps)
+        checkpoint = Checkpoint(tmp_path_shared / name, every_steps=1)
+        callbacks = [checkpoint, *more]
+        fit(model, data, batch_size=4, epochs=2, callbacks=callbacks, **options)
+        return model
+
+    expected = train("whole", 2)
+    with pytest.raises(Killed):
+        train("killed", 2, KillAt(3))
+    model = train("killed", 3, resume="auto")
+    assert_same_state(world, model, expected)
+    world.barrier()
+    names = [path.name for path in _files.listed(tmp_path_shared / "killed")]
+    assert names[1:] == [f"checkpoint-{1 + n:06d}-epoch-1-step-{n}.npz" for n in (7, 6)]
 
 
 class Batches(keras.utils.PyDataset):

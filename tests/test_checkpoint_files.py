@@ -245,5 +245,8 @@ def test_last_ones_and_the_best_are_kept(
     assert len(found) <= 3
     again = Checkpoint(tmp_path_shared, keep=2, monitor="loss", mode="max")
     fit(build(sgd), data, epochs=6, callbacks=[again], resume="auto")
+    assert again.best is not None and best.best is not None
     assert again.best >= best.best
+    paths = world.allgather_object(again.best_path)
+    assert paths == [paths[0]] * world.size and paths[0].exists()
     world.barrier()
