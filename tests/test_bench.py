@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from distkeras.launch import _bench
+from distkeras.launch import _bench_step
 from distkeras.launch._mpiexec import LaunchError
 
 
@@ -51,3 +52,32 @@ def test_table_and_numbers(tmp_path: Path) -> None:
     assert {row["size"] for row in rows} == {4096, 40960}
     assert {"MPI", "memcpy", "mpi", "hierarchical"} < {row["name"] for row in rows}
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+
+
+@pytest.mark.launches
+@pytest.mark.tensorflow
+def test_parts_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    words = ["bench", "-n", "2", "--model", "resnet20", "--image-size", "32"]
+    words += ["--batch", "2", "--steps", "2", "--json", str(path)]
+    answer = subprocess.run(
+        [sys.executable, "-m", "distkeras", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ),
+        cwd=tmp_path,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert "resnet20, 0.271 M parameters, 2 ranks with 2 images" in answer.stdout
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 2 and found["parameters"] == 271_258
+    for rank in found["milliseconds"]:
+        assert set(rank) == set(_bench_step.PARTS)
+        assert all(len(steps) == 2 for steps in rank.values())
+        assert min(rank["compute"]) > 0 and min(rank["exchange"]) > 0
+
+
+def test_a_model_that_nobody_knows() -> None:
+    with pytest.raises(LaunchError, match="resnet20, convnextbase.*Received: alexnet"):
+        _bench_step._make("alexnet", (64, 64, 3))

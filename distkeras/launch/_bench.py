@@ -1,5 +1,7 @@
 """`distkeras bench`: latency and bandwidth of the allreduce, beside MPI's and memcpy.
 
+Or, with `--model`, the parts of a training step (`_bench_step`).
+
 Everything is measured in turn, round by round, so that what else the machine does
 meets all alike; figures are medians over the rounds of the slowest rank's time.
 """
@@ -91,9 +93,24 @@ def main(argv: Sequence[str]) -> int:
         )
     if discover(os.environ) is None:
         return _run.main(["-n", str(options.n), "-m", "distkeras", "bench", *argv])
+    if options.model:
+        return _step(options)
     results, about = _measure(options)
     if results:
         _report(options, results, about)
+    return 0
+
+
+def _step(options: argparse.Namespace) -> int:
+    """Measures a training step instead of messages; collective."""
+    from distkeras.launch._bench_step import measure_step
+    from distkeras.launch._bench_step import print_step
+
+    found = measure_step(options)
+    if found is not None:
+        print_step(options, found)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
@@ -123,6 +140,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=15, help="default: %(default)s")
     add("--json", metavar="FILE", help="write the raw numbers")
     add("--plot", metavar="FILE.png", help="draw them, with matplotlib")
+    step = parser.add_argument_group("a training step, with its parts, instead")
+    step.add_argument(
+        "--model", metavar="NAME", help="resnet20, or one of keras.applications"
+    )
+    add = step.add_argument
+    add("--batch", type=int, default=16, help="images a rank (default: %(default)s)")
+    add("--image-size", type=int, default=64, help="default: %(default)s")
+    add("--steps", type=int, default=10, help="default: %(default)s")
+    add(
+        "--jit-compile",
+        action=argparse.BooleanOptionalAction,
+        default="auto",
+        help="whether XLA compiles the step's halves; then nothing overlaps",
+    )
     return parser
 
 
