@@ -11,7 +11,9 @@ from distkeras import _callback_states
 from distkeras import _state
 from distkeras._logging import LOGGER
 from distkeras._resumption import Resumption
+from distkeras._saver import RESIDUALS
 from distkeras.communicators import Communicator
+from distkeras.gradients import GradientExchange
 
 
 class Restore(keras.callbacks.Callback):
@@ -23,6 +25,9 @@ class Restore(keras.callbacks.Callback):
         communicator: the ranks.
         within: whether an epoch is gone on with. Then what callbacks do when it begins
             has been done: the state is put back once more after them.
+
+    Attributes:
+        exchange: by which ranks exchange gradients; None at one rank.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Restore(keras.callbacks.Callback):
         self._users = users
         self._communicator = communicator
         self._within = within
+        self.exchange: GradientExchange | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores weights and optimizers."""
@@ -45,6 +51,10 @@ class Restore(keras.callbacks.Callback):
         if resumption is None:
             return
         _state.restore(self.model, resumption.state, self._communicator)
+        if self.exchange is not None:
+            self.exchange.restore_residuals(
+                _state.of_ranks(resumption.state, RESIDUALS)
+            )
         if self._communicator.rank == 0:
             position = resumption.position
             LOGGER.info(

@@ -26,6 +26,7 @@ from distkeras._resumption import Resumption
 from distkeras._resumption import find_checkpoint
 from distkeras._saver import Saver
 from distkeras.communicators import Communicator
+from distkeras.gradients import GradientExchange
 
 
 class Continuation:
@@ -69,13 +70,15 @@ class Continuation:
         )
         self._early: list[keras.callbacks.Callback] = []
         self._late: list[keras.callbacks.Callback] = []
+        self._saver: Saver | None = None
+        self._restore: Restore | None = None
         if resumption is not None:
             within = step > 0
             restore = Restore(resumption, callbacks, communicator, within=within)
             self._early.append(restore)
             if within:
                 self._late.append(RestoreWithin(restore))
-        self._saver = None
+            self._restore = restore
         if self._checkpoint is not None:
             self._saver = Saver(
                 self._checkpoint,
@@ -96,6 +99,16 @@ class Continuation:
     def late(self) -> list[keras.callbacks.Callback]:
         """Callbacks that come after all that change the state."""
         return self._late
+
+    def exchange_by(self, exchange: GradientExchange) -> None:
+        """Takes part of the state from what ranks exchange gradients by.
+
+        Args:
+            exchange: of this `fit`.
+        """
+        for part in (self._saver, self._restore):
+            if part is not None:
+                part.exchange = exchange
 
     def train_function(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns what `fit` calls a step: at first it passes over steps done."""

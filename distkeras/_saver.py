@@ -30,9 +30,14 @@ from distkeras.callbacks import _files
 from distkeras.callbacks._checkpoint import Checkpoint
 from distkeras.communicators import Communicator
 from distkeras.communicators import collectively
+from distkeras.gradients import GradientExchange
 
 FORMAT = 1
 """The number of what `metadata.json` holds; a later one may hold other things."""
+
+
+RESIDUALS = "residual/"
+"""Before the names of what error feedback keeps, see `GradientExchange.residuals`."""
 
 
 class Saver(keras.callbacks.Callback):
@@ -47,6 +52,9 @@ class Saver(keras.callbacks.Callback):
         users: the user's callbacks, whose states are kept.
         communicator: the ranks.
         steps_per_epoch: as given to `fit`.
+
+    Attributes:
+        exchange: by which ranks exchange gradients; None at one rank.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Saver(keras.callbacks.Callback):
         self._writer = _Writer()
         self._number = 0
         self._steps = 0
+        self.exchange: GradientExchange | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the folder, and removes what a killed run has left in it."""
@@ -152,7 +161,13 @@ class Saver(keras.callbacks.Callback):
         """Takes the state and lets rank 0 write it; collective."""
         checkpoint, position = self._checkpoint, self._tracker.position
         self._agree_on_success()
-        state = _state.take(self.model, self._communicator, metrics=position.step > 0)
+        held = {} if self.exchange is None else self.exchange.residuals()
+        state = _state.take(
+            self.model,
+            self._communicator,
+            metrics=position.step > 0,
+            more={f"{RESIDUALS}{name}": array for name, array in held.items()},
+        )
         self._number += 1
         name = _files.name(self._number, position.epoch, position.step)
         path = checkpoint.directory / name

@@ -170,6 +170,7 @@ class Session:
             backends.current().find_optimizers(self._model),
         )
         users = arrange_callbacks(callbacks, self._communicator, functions.exchange)
+        going_on.exchange_by(functions.exchange)
         boards = [c for c in users if isinstance(c, keras.callbacks.TensorBoard)]
         arranged = [
             BroadcastVariables(communicator=self._communicator),

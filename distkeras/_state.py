@@ -52,7 +52,13 @@ class State:
     description: dict[str, Any]
 
 
-def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> State:
+def take(
+    model: keras.Model,
+    communicator: Communicator,
+    *,
+    metrics: bool,
+    more: Mapping[str, np.ndarray] | None = None,
+) -> State:
     """Returns the state, on rank 0; on other ranks an empty one. Collective.
 
     Two messages: the digests of what may differ, and what does, to rank 0 alone.
@@ -61,6 +67,7 @@ def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> St
         model: built, its optimizers too.
         communicator: the ranks.
         metrics: whether the metrics are in the middle of an epoch.
+        more: further arrays of this rank, see `of_ranks`.
     """
     first = communicator.rank == 0
     optimizers = backends.current().find_optimizers(model)
@@ -74,7 +81,7 @@ def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> St
         arrays = dict(zip(wanted, read(wanted.values()), strict=True))
         mine = {n: a for n, a in arrays.items() if id(variables[n]) in own}
     digests = [hashlib.blake2b(array.tobytes()).digest() for array in mine.values()]
-    always = _random_state()
+    always = {**_random_state(), **(more or {})}
     if metrics:
         found = _metrics(model)
         values = zip(found, read(found.values()), strict=True)
@@ -97,6 +104,16 @@ def take(model: keras.Model, communicator: Communicator, *, metrics: bool) -> St
             "metrics": {e.name: e.reduction for e in _entries(model.metrics)},
         },
     )
+
+
+def of_ranks(state: State, prefix: str) -> list[dict[str, np.ndarray]]:
+    """Returns the arrays with a prefix that each rank had of its own, without it."""
+    found: list[dict[str, np.ndarray]] = []
+    for rank in range(state.description["world_size"]):
+        begin = _OF_RANK.format(rank, prefix)
+        names = [name for name in state.arrays if name.startswith(begin)]
+        found.append({name.removeprefix(begin): state.arrays[name] for name in names})
+    return found
 
 
 def restore(model: keras.Model, state: State, communicator: Communicator) -> None:
@@ -137,14 +154,8 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
                 variable.assign(_fold_in(variable, communicator.rank))
     for optimizer, saved in zip(optimizers, state.description["rates"], strict=True):
         restore_rates(optimizer, saved)
-    prefix = _OF_RANK.format(communicator.rank, "")
-    _restore_random(
-        {
-            k.removeprefix(prefix): v
-            for k, v in state.arrays.items()
-            if k.startswith(prefix)
-        }
-    )
+    if communicator.rank < size:
+        _restore_random(of_ranks(state, "")[communicator.rank])
 
 
 def restore_metrics(

@@ -90,6 +90,38 @@ def test_as_if_never_interrupted(
 
 
 @pytest.mark.dealt
+def test_error_feedback_goes_on(world: Communicator, tmp_path_shared: Path) -> None:
+    """What rounding took from each rank's gradients is part of the state."""
+    data = samples(20 * world.size)
+    how = {"compression": "bfloat16", "error_feedback": True}
+
+    def train(name: str, *more: Any, **options: Any) -> keras.Model:
+        model = build(OPTIMIZERS["momentum"])
+        callbacks = [Checkpoint(tmp_path_shared / name, every_steps=1), *more]
+        fit(
+            model,
+            data,
+            trainer=how,
+            batch_size=4,
+            epochs=2,
+            callbacks=callbacks,
+            **options,
+        )
+        return model
+
+    expected = train("whole")
+    with pytest.raises(Killed):
+        train("killed", KillAt(8))
+    world.barrier()
+    arrays, _ = _files.read(_files.listed(tmp_path_shared / "killed")[0])
+    for rank in range(world.size if world.size > 1 else 0):
+        names = [n for n in arrays if n.startswith(f"rank-{rank}/residual/")]
+        assert names and any(arrays[name].any() for name in names)
+    model = train("killed", resume="auto")
+    assert_same_state(world, model, expected)
+
+
+@pytest.mark.dealt
 def test_another_number_of_steps_an_execution(
     world: Communicator, tmp_path_shared: Path
 ) -> None:

@@ -18,6 +18,7 @@ from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import _residuals
 from distkeras.gradients import make_wire
 
 LENGTH = 40_000
@@ -27,8 +28,11 @@ LENGTH = 40_000
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def exchange_of(world: Communicator, kind: str, **options: Any) -> GradientExchange:
-    return GradientExchange(world, wire=make_wire(kind, **options))
+def exchange_of(
+    world: Communicator, kind: str, bucket_bytes: int | None = None, **options: Any
+) -> GradientExchange:
+    wire = make_wire(kind, **options)
+    return GradientExchange(world, bucket_bytes=bucket_bytes, wire=wire)
 
 
 def gradient(rank: int) -> np.ndarray:
@@ -80,6 +84,50 @@ def test_errors_that_are_fed_back_do_not_add_up(world: Communicator, kind: str) 
         exchange.close()
     # The sum's own rounding stays, which no rank keeps: at one rank there is none.
     assert errors[True] < (0.2 if world.size == 1 else 0.85) * errors[False]
+
+
+def test_residuals_are_gone_on_with(world: Communicator) -> None:
+    """By a run that deals the same gradients into other buckets, to the last bit."""
+    shapes = [(300, 20), (77,), (5, 5, 5)]
+    gradients = [Gradient(f"v{n}", shape, "float32") for n, shape in enumerate(shapes)]
+
+    def step(exchange: GradientExchange, seed: int) -> list[bytes]:
+        plan = exchange.plan((1,), gradients)
+        found: list[bytes] = [b""] * len(shapes)
+        for number, bucket in enumerate(plan.buckets):
+            arrays = [
+                np.random.default_rng([seed, world.rank, p.index])
+                .normal(size=p.shape)
+                .astype("float32")
+                for p in bucket.placements
+            ]
+            results = exchange.reduce(plan, number, 1, arrays)
+            for place, result in zip(bucket.placements, results, strict=True):
+                found[place.index] = result.tobytes()
+        return found
+
+    whole = exchange_of(world, "bfloat16", error_feedback=True)
+    other = exchange_of(world, "bfloat16", error_feedback=True, bucket_bytes=400)
+    step(whole, 0)
+    held = whole.residuals()
+    assert len(held) == 3 and all(array.any() for array in held.values())
+    step(other, 5)
+    other.restore_residuals(world.allgather_object(held))
+    for seed in (1, 2):
+        assert step(other, seed) == step(whole, seed)
+    whole.close()
+    other.close()
+
+
+def test_residuals_are_shared_by_another_number_of_ranks() -> None:
+    wire = make_wire("float16", error_feedback=True)
+    assert wire is not None
+    ranks = [{"0/0": np.full(3, 2.0 + rank, "float32")} for rank in range(5)]
+    shares = [_residuals.shared_out(ranks, rank, 3, wire) for rank in range(3)]
+    # They are kept multiplied by 4 on five ranks, and by 2 on three.
+    total = sum(share["0/0"] for share in shares) / 2
+    np.testing.assert_allclose(total, sum(range(2, 7)) / 4)
+    assert _residuals.shared_out(ranks, 3, 5, wire)["0/0"][0] == 5
 
 
 def test_infinity_passes_and_is_not_kept(world: Communicator) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from distkeras.communicators import Communicator
 from distkeras.communicators import Op
 from distkeras.communicators import agree
 from distkeras.communicators import aligned_zeros
+from distkeras.gradients import _residuals
 from distkeras.gradients._bucket_size import FIRST_BUCKET_BYTES
 from distkeras.gradients._bucket_size import BucketSize
 from distkeras.gradients._bucket_size import choose_bucket_bytes
@@ -110,6 +112,7 @@ class GradientExchange:
         self._counted = False  # whether this step's examples have been
         self._also_close: list[Callable[[], None]] = []
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._residuals: dict[str, np.ndarray] = {}
         self._buffers: dict[tuple[int, int], tuple[Plan, np.ndarray]] = {}
 
     def __deepcopy__(self, memo: object) -> GradientExchange:
@@ -160,6 +163,29 @@ class GradientExchange:
     def _described_options(self) -> str:
         wire = "as they are" if self.wire is None else self.wire.describe()
         return f"sent {wire}, bucket_bytes={self.bucket_bytes}"
+
+    def residuals(self) -> dict[str, np.ndarray]:
+        """Returns what error feedback keeps on this rank, to go on with later."""
+        wire = self.wire
+        if wire is None or not wire.error_feedback:
+            return {}
+        return _residuals.split(self._plans.values(), wire)
+
+    def restore_residuals(self, ranks: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Goes on with what error feedback kept; where nothing was, with nothing.
+
+        Args:
+            ranks: what `residuals` gave on each rank. Another number of ranks than now
+                share the sum.
+        """
+        wire = self.wire
+        if wire is None or not wire.error_feedback:
+            return
+        communicator = self.communicator
+        wire.errors.clear()
+        self._residuals = _residuals.shared_out(
+            ranks, communicator.rank, communicator.size, wire
+        )
 
     def announce_stop(self) -> None:
         """Tells all ranks, with the next exchange, that this rank wants to stop."""
@@ -252,9 +278,11 @@ class GradientExchange:
             return
         self._pack_mean(bucket, buffer, examples / self.examples, arrays)
         self._packed()
-        self.counters.bytes += wire.allreduce(
-            self.communicator, (id(plan), number), body
-        )
+        key = (id(plan), number)
+        if self._residuals and key not in wire.errors:
+            n = next(n for n, p in enumerate(self._plans.values()) if p is plan)
+            wire.errors[key] = _residuals.join(n, bucket, self._residuals)
+        self.counters.bytes += wire.allreduce(self.communicator, key, body)
         self.counters.collectives += 1
         self.clock.lap("exchange")
 

@@ -30,9 +30,13 @@ class Wire(abc.ABC):
 
     Attributes:
         error_feedback: whether something is kept in host memory from step to step.
+        errors: what is, by the key of the bucket.
     """
 
     error_feedback = False
+
+    def __init__(self) -> None:
+        self.errors: dict[Hashable, np.ndarray] = {}
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -54,6 +58,10 @@ class Wire(abc.ABC):
             bucket: which goes this way or not.
             size: number of ranks.
         """
+
+    @abc.abstractmethod
+    def multiplier(self, size: int) -> float:
+        """Returns what `errors` are multiplied by on so many ranks."""
 
     @abc.abstractmethod
     def allreduce(
@@ -94,10 +102,10 @@ class HalfPrecision(Wire):
     """
 
     def __init__(self, dtype: Compression, *, error_feedback: bool = False) -> None:
+        super().__init__()
         self._dtype = _DTYPES[dtype]
         self.error_feedback = error_feedback
         self._narrow: dict[Hashable, np.ndarray] = {}
-        self._errors: dict[Hashable, np.ndarray] = {}
 
     def describe(self) -> str:
         """Returns the dtype, and whether errors are fed back."""
@@ -113,25 +121,29 @@ class HalfPrecision(Wire):
 
     def scale(self, bucket: Bucket, size: int) -> float:
         """Returns the largest power of two that is not above `size`."""
-        return _power_of_two(size) if self.takes(bucket) else 1.0
+        return self.multiplier(size) if self.takes(bucket) else 1.0
+
+    def multiplier(self, size: int) -> float:
+        """Returns the largest power of two that is not above `size`."""
+        return float(1 << (size.bit_length() - 1))
 
     def allreduce(
         self, communicator: Communicator, key: Hashable, buffer: np.ndarray
     ) -> int:
         """Sums `buffer` over ranks, rounded to sixteen bits; collective."""
-        scale = _power_of_two(communicator.size)
+        scale = self.multiplier(communicator.size)
         if key not in self._narrow:
             self._narrow[key] = communicator.allocate(buffer.size, self._dtype)
-            if self.error_feedback:
-                self._errors[key] = np.zeros_like(buffer)
+        if self.error_feedback and key not in self.errors:
+            self.errors[key] = np.zeros_like(buffer)
         narrow = self._narrow[key]
         buffer *= scale  # exact, as long as nothing overflows
         if self.error_feedback:
-            buffer += self._errors[key]
+            buffer += self.errors[key]
         with np.errstate(over="ignore"):  # beyond the type's range: infinity
             narrow[...] = buffer
         if self.error_feedback:
-            self._keep(self._errors[key], buffer, narrow)
+            self._keep(self.errors[key], buffer, narrow)
         communicator.allreduce(narrow, "sum")
         buffer[...] = narrow
         buffer *= 1 / scale
@@ -144,10 +156,6 @@ class HalfPrecision(Wire):
         # What is not finite would stay so for ever. A loss scaler skips such a step.
         if not np.isfinite(np.dot(errors, errors)):
             errors[~np.isfinite(errors)] = 0
-
-
-def _power_of_two(size: int) -> float:
-    return float(1 << (size.bit_length() - 1))
 
 
 def make_wire(compression: Any, *, error_feedback: bool = False) -> Wire | None:
