@@ -21,12 +21,27 @@ JIT_COMPILE: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
 SCALING: dict[str, Any] = {"linear": "linear", "sqrt": "sqrt", "none": None}
 
 
-def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def make_parser(
+    module: str,
+    description: str | None,
+    *,
+    defaults: Mapping[str, Mapping[str, Any]],
+    depths: Sequence[int],
+    schedules: Sequence[str],
+    learning_rate: str,
+) -> tuple[argparse.ArgumentParser, Any]:
     """Returns a parser of what all recipes can be told.
 
     Args:
         module: that is run, as in `python -m MODULE`.
         description: its docstring.
+        defaults: as for `parse`; its first data is trained on by default.
+        depths: of the models that there are.
+        schedules: names of how the learning rate may fall.
+        learning_rate: what the learning rate is that of.
+
+    Returns:
+        The parser, and its group for options whose default depends on the data.
     """
     parser = argparse.ArgumentParser(
         prog=module,
@@ -37,6 +52,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add = parser.add_argument
     add("--config", type=Path, help="TOML file with options; those given here win")
     add("--output", type=Path, default=Path("runs") / module.rpartition(".")[2])
+    add("--data", choices=list(defaults), default=next(iter(defaults)))
+    add("--data-dir", type=Path, help="folder of the data: see the recipes' README")
     add("--seed", type=int, default=0)
     add("--precision", choices=PRECISIONS, default="float32", help="(%(default)s)")
     add("--jit-compile", choices=list(JIT_COMPILE), default="auto", help="by XLA")
@@ -54,8 +71,23 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
         default=False,
         help="keep checkpoints in OUTPUT, and go on from the newest if there is one",
     )
+    add(
+        *("--checkpoint-steps",),
+        type=positive,
+        metavar="N",
+        help="with --resume: also every N updates, not only after each epoch",
+    )
     add("--steps", type=positive, help="end after so many updates: to try things out")
-    return parser
+    by_data = parser.add_argument_group("options whose default depends on the data")
+    add = by_data.add_argument
+    add("--depth", type=int, choices=depths, help="of the ResNet, in layers")
+    add("--epochs", type=positive)
+    add("--batch-size", type=positive, help="examples a step on each rank")
+    add("--learning-rate", type=float, help=f"of {learning_rate}")
+    add("--warmup-epochs", type=float, help="to reach the scaled learning rate")
+    add("--schedule", choices=schedules, help="how the learning rate falls")
+    add("--label-smoothing", type=float)
+    return parser, by_data
 
 
 def parse(
@@ -66,9 +98,12 @@ def parse(
     """Returns the options: flags win over the file, the file over the defaults.
 
     Args:
-        parser: of `make_parser`, with an option `--data`.
+        parser: of `make_parser`.
         argv: the words of the command line; those of the process if None.
         defaults: by the data, what is used where an option was not given.
+
+    Raises:
+        SystemExit: with code 2, after a message, if options have no meaning.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -77,6 +112,10 @@ def parse(
     if path is not None:
         words = [*_words_of(path, parser), *words]
     args = parser.parse_args(words)
+    if args.resume and args.steps is not None:
+        parser.error("--steps ends within an epoch: leave it or --resume out")
+    if args.checkpoint_steps is not None and not args.resume:
+        parser.error("--checkpoint-steps needs --resume")
     for name, default in defaults[args.data].items():
         if getattr(args, name) is None:
             setattr(args, name, default)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from typing import NoReturn
 
 import keras
@@ -43,32 +46,48 @@ def schedule(
     )
 
 
-def callbacks(
-    output: Path, monitor: str, *, ema: bool, resume: bool
-) -> list[keras.callbacks.Callback]:
-    """Returns Keras' callbacks that keep the best model and the history.
+def length(args: argparse.Namespace, steps_per_epoch: int) -> tuple[int, int]:
+    """Returns how many epochs of how many updates to train.
 
     Args:
-        output: folder for `best.keras`, `history.csv`, TensorBoard's `logs` and, if
-            training is to be resumed, `checkpoints`.
-        monitor: what decides which epoch is the best; the highest is.
-        ema: whether the moving average takes the weights' place in evaluation and in
-            the file.
-        resume: whether to keep checkpoints and add to the history.
+        args: the options; `--steps` shortens both.
+        steps_per_epoch: updates that an epoch of all data has.
     """
+    if args.steps is None:
+        return args.epochs, steps_per_epoch
+    steps_per_epoch = min(steps_per_epoch, args.steps)
+    return math.ceil(args.steps / steps_per_epoch), steps_per_epoch
+
+
+def callbacks(args: argparse.Namespace, monitor: str) -> list[keras.callbacks.Callback]:
+    """Returns Keras' callbacks that keep the best model and the history.
+
+    They write `best.keras`, `history.csv`, TensorBoard's `logs` and, if training is to
+    be resumed, `checkpoints`.
+
+    Args:
+        args: the options.
+        monitor: what decides which epoch is the best; the highest is.
+    """
+    output: Path = args.output
     output.mkdir(parents=True, exist_ok=True)
     found: list[keras.callbacks.Callback] = []
-    if ema:
+    if args.ema is not None:
+        # In evaluation and in the file it takes the weights' place.
         found.append(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
-    if resume:
-        found.append(distkeras.callbacks.Checkpoint(output / "checkpoints"))
+    if args.resume:
+        found.append(
+            distkeras.callbacks.Checkpoint(
+                output / "checkpoints", every_steps=args.checkpoint_steps
+            )
+        )
     return [
         *found,
         keras.callbacks.ModelCheckpoint(
             output / "best.keras", monitor=monitor, mode="max", save_best_only=True
         ),
         keras.callbacks.TensorBoard(output / "logs", write_graph=False),
-        keras.callbacks.CSVLogger(output / "history.csv", append=resume),
+        keras.callbacks.CSVLogger(output / "history.csv", append=args.resume),
         keras.callbacks.TerminateOnNaN(),
     ]
 

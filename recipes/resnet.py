@@ -40,8 +40,19 @@ from distkeras.recipes import models
 
 # What each data set is trained with, unless the options say otherwise. For CIFAR-10
 # as He et al. 2015 (arXiv:1512.03385, section 4.2): 64000 updates of 128 images.
+_CIFAR = {
+    "depth": 20,
+    "epochs": 164,
+    "batch_size": 128,
+    "learning_rate": 0.1,
+    "warmup_epochs": 5.0,
+    "schedule": "steps",
+    "label_smoothing": 0.0,
+    "augment": True,
+}
 DEFAULTS = {
     "digits": {
+        "depth": 20,
         "epochs": 15,
         "batch_size": 32,
         "learning_rate": 0.05,
@@ -50,25 +61,10 @@ DEFAULTS = {
         "label_smoothing": 0.1,
         "augment": False,
     },
-    "cifar10": {
-        "epochs": 164,
-        "batch_size": 128,
-        "learning_rate": 0.1,
-        "warmup_epochs": 5.0,
-        "schedule": "steps",
-        "label_smoothing": 0.0,
-        "augment": True,
-    },
-    "cifar100": {
-        "epochs": 164,
-        "batch_size": 128,
-        "learning_rate": 0.1,
-        "warmup_epochs": 5.0,
-        "schedule": "steps",
-        "label_smoothing": 0.0,
-        "augment": True,
-    },
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
     "synthetic": {
+        "depth": 20,
         "epochs": 2,
         "batch_size": 32,
         "learning_rate": 0.02,
@@ -108,11 +104,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             x, y, args.batch_size, padding=x.shape[1] // 8, seed=args.seed
         )
         training = {"x": data}
-    steps_per_epoch = math.ceil(len(x) / (args.batch_size * world.size))
-    epochs = args.epochs
-    if args.steps is not None:
-        steps_per_epoch = min(steps_per_epoch, args.steps)
-        epochs = math.ceil(args.steps / steps_per_epoch)
+    global_batch_size = args.batch_size * world.size
+    epochs, steps_per_epoch = _training.length(
+        args, math.ceil(len(x) / global_batch_size)
+    )
 
     # Model
     model = models.resnet_small(
@@ -145,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
     # Training
-    _options.write_config(args, global_batch_size=args.batch_size * world.size)
+    _options.write_config(args, global_batch_size=global_batch_size)
     start = time.perf_counter()
     history = trainer.fit(
         **training,
@@ -153,19 +148,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         steps_per_epoch=steps_per_epoch if args.steps else None,
         validation_data=validation,
         validation_batch_size=args.batch_size,
-        callbacks=_training.callbacks(
-            args.output, "val_accuracy", ema=args.ema is not None, resume=args.resume
-        ),
+        callbacks=_training.callbacks(args, "val_accuracy"),
         resume="auto" if args.resume else None,
         verbose=2,
     ).history
     seconds = time.perf_counter() - start
     _training.check(history)
 
-    loss = history["loss"]
     if world.rank == 0:
-        best = int(np.argmax(history["val_accuracy"]))
-        seen = len(loss) * min(len(x), steps_per_epoch * args.batch_size * world.size)
+        loss, best = history["loss"], int(np.argmax(history["val_accuracy"]))
+        seen = len(loss) * min(len(x), steps_per_epoch * global_batch_size)
         print(
             f"ResNet-{args.depth} on {args.data}, ranks: {world.size}, "
             f"val_accuracy: {history['val_accuracy'][best]:.4f} "
@@ -178,20 +170,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; what was not given is filled in from `DEFAULTS`."""
-    parser = _options.make_parser("distkeras.recipes.resnet", __doc__)
-    add = parser.add_argument
-    add("--data", choices=list(DEFAULTS), default="digits", help="(%(default)s)")
-    add("--data-dir", type=Path, help="folder with CIFAR's python version, unpacked")
-    add("--depth", type=int, choices=models.SMALL_DEPTHS, default=20)
-    by_data = parser.add_argument_group("options whose default depends on the data")
-    add = by_data.add_argument
-    add("--epochs", type=_options.positive)
-    add("--batch-size", type=_options.positive, help="examples a step on each rank")
-    add("--learning-rate", type=float, help="of a single process; scaled by the ranks")
-    add("--warmup-epochs", type=float, help="to reach the scaled learning rate")
-    add("--schedule", choices=("cosine", "steps"), help="fall of the learning rate")
-    add("--label-smoothing", type=float)
-    add("--augment", action=argparse.BooleanOptionalAction, help="crop and flip")
+    parser, by_data = _options.make_parser(
+        "distkeras.recipes.resnet",
+        __doc__,
+        defaults=DEFAULTS,
+        depths=models.SMALL_DEPTHS,
+        schedules=("cosine", "steps"),
+        learning_rate="a single process; scaled by the number of ranks",
+    )
+    by_data.add_argument(
+        "--augment", action=argparse.BooleanOptionalAction, help="crop and flip"
+    )
     return _options.parse(parser, argv, DEFAULTS)
 
 

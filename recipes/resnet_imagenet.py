@@ -55,15 +55,6 @@ from distkeras.recipes import models
 from distkeras.recipes._lars import LARS
 
 DEFAULTS = {
-    "imagenet": {
-        "depth": 50,
-        "image_size": 224,
-        "classes": 1000,
-        "epochs": 90,
-        "batch_size": 32,
-        "warmup_epochs": 5.0,
-        "label_smoothing": 0.1,
-    },
     "samples": {
         "depth": 18,
         "image_size": 48,
@@ -73,6 +64,15 @@ DEFAULTS = {
         "learning_rate": 0.3,
         "schedule": "cosine",
         "warmup_epochs": 1.0,
+        "label_smoothing": 0.1,
+    },
+    "imagenet": {
+        "depth": 50,
+        "image_size": 224,
+        "classes": 1000,
+        "epochs": 90,
+        "batch_size": 32,
+        "warmup_epochs": 5.0,
         "label_smoothing": 0.1,
     },
     "synthetic": {
@@ -111,18 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         training, validation = load(args)
     except distkeras.CommunicatorError as error:
         _training.leave(str(error), code=2)
-    counts = int(training.cardinality()), int(validation.cardinality())
-    steps_per_epoch, validation_steps = map(
-        max, zip(*distkeras.allgather_object(counts), strict=True)
-    )
-    epochs, limits = args.epochs, {}
-    if args.steps is not None:
-        steps_per_epoch = min(steps_per_epoch, args.steps)
-        epochs = math.ceil(args.steps / steps_per_epoch)
-        limits = {
-            "steps_per_epoch": steps_per_epoch,
-            "validation_steps": min(validation_steps, args.steps),
-        }
+    epochs, steps_per_epoch = _training.length(args, steps_of(training))
 
     # Model
     lars = args.optimizer == "lars"  # brings its own decay
@@ -170,15 +159,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     history = trainer.fit(
         training,
         validation_data=validation,
-        shard=False,  # it is this rank's own part already,
+        shard=False,  # each is this rank's own part already,
         shuffle=False,  # and shuffled
         epochs=epochs,
-        callbacks=_training.callbacks(
-            args.output, "val_top_1", ema=args.ema is not None, resume=args.resume
-        ),
+        steps_per_epoch=steps_per_epoch if args.steps else None,
+        callbacks=_training.callbacks(args, "val_top_1"),
         resume="auto" if args.resume else None,
         verbose=2,
-        **limits,
     ).history
     seconds = time.perf_counter() - start
     _training.check(history)
@@ -214,16 +201,17 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         train, val = (
             _imagenet.synthetic(count, **form) for count in SYNTHETIC.values()
         )
-        return train, val
+        return train, val if args.steps is None else val.take(args.steps)
     folder = args.data_dir
     if args.data == "samples":
         folder = folder or args.output / f"samples-{args.files}"
         _samples.make(folder, args.files)
     train, val = (
-        _imagenet.load(
+        _imagenet.ShardedImages(
             _imagenet.find(folder, split),
             training=split == "train",
             first_label=args.first_label,
+            steps=args.steps,
             **form,
         )
         for split in ("train", "val")
@@ -231,12 +219,23 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     return train, val
 
 
+def steps_of(training: Any) -> int:
+    """Returns how many updates an epoch has, on all ranks. Collective."""
+    mine = getattr(training, "num_batches", None) or int(training.cardinality())
+    return max(distkeras.allgather_object(mine))
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options; what was not given is filled in by data and optimizer."""
-    parser = _options.make_parser("distkeras.recipes.resnet_imagenet", __doc__)
+    parser, by_data = _options.make_parser(
+        "distkeras.recipes.resnet_imagenet",
+        __doc__,
+        defaults=DEFAULTS,
+        depths=models.LARGE_DEPTHS,
+        schedules=("steps", "cosine", "poly"),
+        learning_rate="256 images a step (0.1; with lars 0.25)",
+    )
     add = parser.add_argument
-    add("--data", choices=list(DEFAULTS), default="samples", help="(%(default)s)")
-    add("--data-dir", type=Path, help="of ImageNet: see the recipes' README")
     add(
         *("--files",),
         choices=("tfrecords", "folders"),
@@ -245,17 +244,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--first-label", type=int, default=1, help="in TFRecords (%(default)s)")
     add("--optimizer", choices=list(LEARNING_RATE), default="sgd")
-    add("--learning-rate", type=float, help="of 256 images a step (0.1; lars 0.25)")
-    add("--schedule", choices=("steps", "cosine", "poly"), help="(steps; lars poly)")
-    by_data = parser.add_argument_group("options whose default depends on the data")
     add = by_data.add_argument
-    add("--depth", type=int, choices=models.LARGE_DEPTHS)
     add("--image-size", type=_options.positive, help="pixels, height and width")
     add("--classes", type=_options.positive)
-    add("--epochs", type=_options.positive)
-    add("--batch-size", type=_options.positive, help="examples a step on each rank")
-    add("--warmup-epochs", type=float, help="to reach the scaled learning rate")
-    add("--label-smoothing", type=float)
     args = _options.parse(parser, argv, DEFAULTS)
     if args.data == "imagenet" and args.data_dir is None:
         parser.error("--data imagenet needs --data-dir FOLDER, where its files are")

@@ -1,7 +1,8 @@
 """Sharding: every kind of input that Keras takes, dealt to the ranks."""
 
+from distkeras.data._base import Part as Part
 from distkeras.data._base import ShardedData as ShardedData
 from distkeras.data._predictions import gather_predictions as gather_predictions
 from distkeras.data._shard import shard as shard
 
-__all__ = ["ShardedData", "gather_predictions", "shard"]
+__all__ = ["Part", "ShardedData", "gather_predictions", "shard"]

@@ -160,6 +160,13 @@ class ShardedData(DataAdapter):
         self._start = Start(number, units, steps)
         return steps
 
+    def describe_pass(self, steps: int) -> Any:
+        """What else a checkpoint is to hold, so many steps into a pass: plain JSON."""
+        return None
+
+    def recall_pass(self, described: Any) -> None:  # noqa: B027
+        """Takes over what `describe_pass` gave in an earlier run, before `start_at`."""
+
     @property
     def _uneven_start(self) -> bool:
         """Whether a pass goes on where no step of these ranks would end."""

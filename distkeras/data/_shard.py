@@ -45,7 +45,7 @@ def shard(
 
     Args:
         x: arrays in any structure, a `tf.data.Dataset`, a `keras.utils.PyDataset`,
-            a generator or a torch `DataLoader`.
+            a generator or a torch `DataLoader`. A `ShardedData` is taken as it is.
         y: labels, for arrays only.
         sample_weight: for arrays only.
         communicator: the ranks.
@@ -74,6 +74,10 @@ def shard(
         >>> data = shard(x, y, communicator=world, batch_size=32)
         >>> model.fit(data, epochs=3)
     """
+    if isinstance(x, ShardedData):
+        _agree_on_data(communicator, x)
+        x.settle(communicator)
+        return x
     if shard is True:
         shard = "auto"
     if shard not in ("auto", False):
