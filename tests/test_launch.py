@@ -714,6 +714,38 @@ def test_a_signal_leaves_no_orphans(
 
 
 @pytest.mark.launches
+def test_ranks_that_handle_sigterm_are_waited_for(
+    tmp_path: Path, mpiexec: list[str]
+) -> None:
+    """Longer than Open MPI would; one that was forked does not hear of it."""
+    text = (
+        "import signal\n"
+        "def finish(number, frame):\n"
+        "    time.sleep(1.5)\n"
+        "    open(f'{rank}-{forked > 0}.done', 'w').close()\n"
+        "    if forked > 0: os.kill(forked, signal.SIGKILL)\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, finish)\n"
+        "forked = os.fork()\n"
+        "open(f'{rank}-{forked > 0}.ready', 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    script = write(tmp_path, "handler.py", text)
+    process = subprocess.Popen(
+        job("-n", 2, *mpiexec, script), cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.ready"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
+    done = sorted(path.name for path in tmp_path.glob("*.done"))
+    assert done == ["0-True.done", "1-True.done"]
+
+
+@pytest.mark.launches
 def test_a_log_that_cannot_be_written_ends_no_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,10 +20,13 @@ from typing import IO
 
 from distkeras import _leftovers
 from distkeras._exit import write
+from distkeras.launch import _ranks
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for ranks that their launcher has just killed.
 _DYING = 0.3
+# Seconds for ranks that handle a signal themselves, to finish and to write.
+_FINISHING = 600.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # They need not end a job: schedulers send them as a warning.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -123,8 +126,10 @@ def run(
     """Runs a launcher until it ends.
 
     SIGINT, SIGTERM and SIGHUP are passed on to it. If it has not ended `grace`
-    seconds later, or at the second signal, it is killed. SIGUSR1 and SIGUSR2 are passed
-    on too, and nothing follows.
+    seconds later, or at the second signal, it is killed. But where ranks of this
+    machine handle SIGTERM themselves (`distkeras.callbacks.Checkpoint` does during
+    `fit`), they get it, not the launcher, and have ten minutes to end. SIGUSR1 and
+    SIGUSR2 are passed on too, and nothing follows.
 
     Args:
         command: the words of the command.
@@ -136,7 +141,7 @@ def run(
 
     Returns:
         The exit code: the child's own, or 128 plus the number of the signal that
-        ended it or that was passed on.
+        ended it or that was passed on to it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -179,16 +184,25 @@ def remove_leftovers(began: float) -> None:
 def _passing_signals_to(
     process: subprocess.Popen[bytes], grace: float
 ) -> Iterator[list[int]]:
-    """Hands signals on while the body runs; yields the list of those that came."""
+    """Hands signals on while the body runs; yields those that ended the launcher."""
     received: list[int] = []
+    told = False
 
     def kill_group(*_: object) -> None:
         _kill_group(process)
 
     def hand_on(number: int, _: FrameType | None) -> None:
+        nonlocal told
+        if number == signal.SIGTERM and told:  # schedulers repeat it
+            return
         received.append(number)
-        if len(received) > 1:
+        if len(received) > 1 or told:
             kill_group()
+            return
+        if number == signal.SIGTERM and _ranks.tell(process.pid, number):
+            told = True
+            received.clear()
+            signal.setitimer(signal.ITIMER_REAL, _FINISHING)
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
