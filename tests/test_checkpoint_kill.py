@@ -65,7 +65,7 @@ def repeated(folder: Path) -> int:
 
 @pytest.mark.launches
 def test_killed_told_to_end_and_gone_on(tmp_path: Path) -> None:
-    """Rank 1 killed at once; SIGTERM to rank 1 alone; and then to the end."""
+    """Rank 1 killed at once; SIGTERM to it, to the launcher; and then to the end."""
     job = start(tmp_path)
     assert wait_for_steps(job, tmp_path, 33)
     send(tmp_path, 1, signal.SIGKILL)
@@ -78,13 +78,22 @@ def test_killed_told_to_end_and_gone_on(tmp_path: Path) -> None:
     code, text = end(job)
     assert code == PREEMPTED, text
     assert "SIGTERM on rank 1: wrote" in text
-    before = max(done(tmp_path))
+    ends = [max(done(tmp_path))]
+
+    job = start(tmp_path)
+    assert wait_for_steps(job, tmp_path, 8)
+    job.send_signal(signal.SIGTERM)
+    code, text = end(job)
+    assert code == PREEMPTED, text
+    assert "SIGTERM on rank" in text
+    ends.append(max(done(tmp_path)))
 
     job = start(tmp_path)
     code, text = end(job)
     assert code == 0, text
     steps = done(tmp_path)
-    assert steps[steps.index(before) + 1] == before + 1  # nothing is done twice
+    for before in ends:
+        assert steps[steps.index(before) + 1] == before + 1  # nothing is done twice
     assert repeated(tmp_path) <= EVERY + 1
 
 

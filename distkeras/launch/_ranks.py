@@ -46,7 +46,8 @@ def _ranks(launcher: int) -> list[int]:
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
-    found, waiting = [], [launcher]
+    found: list[int] = []
+    waiting = [launcher]
     while waiting:
         for pid in children.get(waiting.pop(), []):
             words = b""
