@@ -38,7 +38,7 @@ def take(
     """
     arrays: dict[str, np.ndarray] = {}
     states = {}
-    for key, callback in _named(callbacks):
+    for key, callback in named(callbacks):
         state = _get(callback)
         if state is not None:
             states[key] = _encoded(state, f"callback/{key}", arrays)
@@ -51,12 +51,21 @@ def restore(
     arrays: Mapping[str, np.ndarray],
 ) -> None:
     """Gives callbacks their states back; one that had none keeps its own."""
-    for key, callback in _named(callbacks):
+    for key, callback in named(callbacks):
         if key in states:
             _set(callback, _decoded(states[key], arrays))
 
 
-def _named(
+def glance(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
+    """Returns the states of callbacks as they are, without copies of arrays.
+
+    To be kept in this process: `restore` takes them too.
+    """
+    states = {name: _get(callback) for name, callback in named(callbacks)}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def named(
     callbacks: Iterable[keras.callbacks.Callback],
 ) -> list[tuple[str, keras.callbacks.Callback]]:
     """Returns callbacks with names: the class and its number among those of it."""

@@ -14,8 +14,8 @@ from pathlib import Path
 _FOLDER = Path("/dev/shm")
 # Inodes that Linux gives the first namespaces (include/linux/proc_ns.h).
 _INITIAL = {"ipc": "ipc:[4026531839]", "pid": "pid:[4026531836]"}
-# Open MPI's and MPICH's (Intel MPI's files have no names by then).
-_PATTERNS = ("sm_segment.*", "osc_sm.*", "mpich_shm_*")
+# Open MPI's, MPICH's and ours (Intel MPI's files have no names by then).
+_PATTERNS = ("sm_segment.*", "osc_sm.*", "mpich_shm_*", "distkeras_*")
 
 
 def remove_own() -> None:

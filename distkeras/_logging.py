@@ -26,9 +26,31 @@ def configure(rank: int) -> logging.Logger:
         The logger named `distkeras`.
     """
     if LOGGER.level == logging.NOTSET:
-        LOGGER.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        LOGGER.setLevel(_level(rank))
     if not LOGGER.handlers and not logging.getLogger().handlers:
         handler = _Handler()
-        handler.setFormatter(logging.Formatter(f"[distkeras, rank {rank}] %(message)s"))
+        handler.setFormatter(_format(rank))
         LOGGER.addHandler(handler)
     return LOGGER
+
+
+def renumber(before: int, rank: int) -> None:
+    """Gives records another rank, where the level and the handler are ours.
+
+    Args:
+        before: what the rank was.
+        rank: what it is.
+    """
+    if LOGGER.level == _level(before):
+        LOGGER.setLevel(_level(rank))
+    for handler in LOGGER.handlers:
+        if isinstance(handler, _Handler):
+            handler.setFormatter(_format(rank))
+
+
+def _level(rank: int) -> int:
+    return logging.INFO if rank == 0 else logging.WARNING
+
+
+def _format(rank: int) -> logging.Formatter:
+    return logging.Formatter(f"[distkeras, rank {rank}] %(message)s")

@@ -13,6 +13,7 @@ from distkeras._logging import LOGGER
 from distkeras._resumption import Resumption
 from distkeras._saver import RESIDUALS
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import GradientExchange
 
 
@@ -41,7 +42,7 @@ class Restore(keras.callbacks.Callback):
         super().__init__()
         self._resumption: Resumption | None = resumption
         self._users = users
-        self._communicator = communicator
+        self._communicator = SingleCommunicator() if resumption.own else communicator
         self._within = within
         self.exchange: GradientExchange | None = None
 
@@ -70,6 +71,11 @@ class Restore(keras.callbacks.Callback):
             self._restore_callbacks(self._resumption)
             self._resumption = None
 
+    def restore_callbacks(self) -> None:
+        """Restores callbacks alone, where no epoch follows."""
+        if self._resumption is not None:
+            self._restore_callbacks(self._resumption)
+
     def restore_within(self) -> None:
         """Restores all, after what callbacks do when an epoch begins."""
         resumption, self._resumption = self._resumption, None
@@ -77,6 +83,8 @@ class Restore(keras.callbacks.Callback):
             _state.restore(self.model, resumption.state, self._communicator)
             _state.restore_metrics(self.model, resumption.state, self._communicator)
             self._restore_callbacks(resumption)
+            if resumption.stop:
+                self.model.stop_training = True
 
     def _restore_callbacks(self, resumption: Resumption) -> None:
         arrays = resumption.state.arrays
@@ -84,15 +92,26 @@ class Restore(keras.callbacks.Callback):
 
 
 class RestoreWithin(keras.callbacks.Callback):
-    """The second half of `Restore`; comes last in the list."""
+    """The rest of `Restore`; comes last in the list.
 
-    def __init__(self, restore: Restore) -> None:
+    Args:
+        restore: the first half.
+        within: as for `Restore`.
+    """
+
+    def __init__(self, restore: Restore, *, within: bool) -> None:
         super().__init__()
         self._restore = restore
+        self._within = within
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores what callbacks have reset; all epochs may be over."""
+        self._restore.restore_callbacks()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Restores."""
-        self._restore.restore_within()
+        """Restores, where an epoch is gone on with."""
+        if self._within:
+            self._restore.restore_within()
 
 
 class QuietAtFirst(keras.callbacks.CallbackList):

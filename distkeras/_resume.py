@@ -17,6 +17,9 @@ from typing import Any
 import keras
 
 from distkeras import backends
+from distkeras._commits import Commits
+from distkeras._commits import Committing
+from distkeras._elastic import Leave
 from distkeras._position import Position
 from distkeras._position import Tracker
 from distkeras._restoring import QuietAtFirst
@@ -26,6 +29,7 @@ from distkeras._resumption import Resumption
 from distkeras._resumption import find_checkpoint
 from distkeras._saver import Saver
 from distkeras.communicators import Communicator
+from distkeras.communicators import _elastic
 from distkeras.gradients import GradientExchange
 
 
@@ -39,6 +43,7 @@ class Continuation:
         callbacks: the user's.
         resumption: the checkpoint to go on from, or None.
         steps_per_epoch: as given to `fit`.
+        commits: where steps are committed; None in an ordinary job.
 
     Raises:
         ValueError: on every rank, if the data is not that of the checkpoint, or cannot
@@ -53,7 +58,9 @@ class Continuation:
         callbacks: Sequence[keras.callbacks.Callback],
         resumption: Resumption | None,
         steps_per_epoch: int | None,
+        commits: Commits | None = None,
     ) -> None:
+        too_few = commits is not None and communicator.size < _elastic.least()
         self._model = model
         self._checkpoint = find_checkpoint(callbacks)
         if self._checkpoint is not None:
@@ -76,8 +83,7 @@ class Continuation:
             within = step > 0
             restore = Restore(resumption, callbacks, communicator, within=within)
             self._early.append(restore)
-            if within:
-                self._late.append(RestoreWithin(restore))
+            self._late.append(RestoreWithin(restore, within=within))
             self._restore = restore
         if self._checkpoint is not None:
             self._saver = Saver(
@@ -89,6 +95,19 @@ class Continuation:
                 steps_per_epoch,
             )
             self._late.append(self._saver)
+        if too_few:
+            self._late.append(Leave(self._saver, communicator, _elastic.least()))
+        if commits is not None and communicator.size > 1:
+            self._late.append(
+                Committing(
+                    commits,
+                    self._tracker,
+                    data,
+                    callbacks,
+                    communicator,
+                    steps_per_epoch,
+                )
+            )
 
     @property
     def early(self) -> list[keras.callbacks.Callback]:

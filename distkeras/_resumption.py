@@ -37,6 +37,8 @@ class Resumption:
         data: how the data was dealt.
         callbacks: states of callbacks.
         resized: what is done about another number of ranks; None for as many.
+        own: whether it is this rank's own state, of a job that has lost ranks.
+        stop: whether training was to stop there.
     """
 
     path: str
@@ -45,6 +47,8 @@ class Resumption:
     data: dict[str, Any]
     callbacks: dict[str, Any]
     resized: Resized | None
+    own: bool = False
+    stop: bool = False
 
     @property
     def seed(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from typing import NoReturn
 
 import keras
 import numpy as np
@@ -123,6 +124,18 @@ class Saver(keras.callbacks.Callback):
         """Waits for what is being written, whatever becomes of it."""
         self._writer.wait()
 
+    def leave(self, why: str) -> NoReturn:
+        """Writes a checkpoint and exits, on all ranks; collective.
+
+        Args:
+            why: for the log.
+        """
+        path = self._save()
+        self._agree_on_success()
+        if self._communicator.rank == 0:
+            LOGGER.info("%s: wrote %s, exiting with code %d", why, path, PREEMPTED)
+        raise SystemExit(PREEMPTED)
+
     def _is_best(self, logs: Mapping[str, Any]) -> bool:
         checkpoint = self._checkpoint
         if checkpoint.monitor is None:
@@ -188,7 +201,7 @@ class Saver(keras.callbacks.Callback):
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": _versions(),
             "position": dataclasses.asdict(position),
-            "data": self._describe_data(position),
+            "data": describe_data(self._data, position, self._steps_per_epoch),
             "state": state.description,
             "callbacks": states,
         }
@@ -201,29 +214,6 @@ class Saver(keras.callbacks.Callback):
 
         self._writer.start(write, str(path))
 
-    def _describe_data(self, position: Position) -> dict[str, Any]:
-        data = self._data
-        each = data.num_examples
-        units = data.units_after(position.pass_steps)
-        seen = None
-        if each is not None and self._steps_per_epoch is None:
-            seen = position.epochs * each + min(
-                math.ceil(units * each / (data.units or 1)), each
-            )
-        return {
-            "kind": data.kind,
-            "seed": data.seed,
-            "own": data.part.own,
-            "units": data.units,
-            "units_a_step": data.units_a_step,
-            "units_done": units,
-            "pass": data.describe_pass(position.pass_steps),
-            "steps": data.num_batches,
-            "steps_per_epoch": self._steps_per_epoch,
-            "examples": each,
-            "examples_seen": seen,
-        }
-
     def _agree_on_success(self) -> None:
         """Raises on all ranks if the newest checkpoint was not written; collective."""
         failure = self._writer.wait() if self._communicator.rank == 0 else None
@@ -233,6 +223,38 @@ class Saver(keras.callbacks.Callback):
                 f"Rank 0 could not write a checkpoint: {text}. Earlier checkpoints are "
                 "as they were. Training has been ended."
             )
+
+
+def describe_data(
+    data: Any, position: Position, steps_per_epoch: int | None
+) -> dict[str, Any]:
+    """Returns how data is dealt and how far it has been gone through, as plain JSON.
+
+    Args:
+        data: the sharded training data.
+        position: where training stands.
+        steps_per_epoch: as given to `fit`.
+    """
+    each = data.num_examples
+    units = data.units_after(position.pass_steps)
+    seen = None
+    if each is not None and steps_per_epoch is None:
+        seen = position.epochs * each + min(
+            math.ceil(units * each / (data.units or 1)), each
+        )
+    return {
+        "kind": data.kind,
+        "seed": data.seed,
+        "own": data.part.own,
+        "units": data.units,
+        "units_a_step": data.units_a_step,
+        "units_done": units,
+        "pass": data.describe_pass(position.pass_steps),
+        "steps": data.num_batches,
+        "steps_per_epoch": steps_per_epoch,
+        "examples": each,
+        "examples_seen": seen,
+    }
 
 
 class _Writer:

@@ -90,6 +90,11 @@ class Session:
             f"timeline={'none' if self._timeline is None else 'written'}",
         ]
 
+    def move(self, communicator: Communicator) -> None:
+        """Goes on with other ranks. What belongs to the earlier ones is left behind."""
+        self._communicator = communicator
+        self.functions = None
+
     def build(self, data: Any) -> None:
         """Creates all variables of the model, its metrics and its optimizer.
 

@@ -73,7 +73,7 @@ def take(
     optimizers = backends.current().find_optimizers(model)
     read = backends.current().read_variables
     with _base_rates(optimizers):
-        variables = _variables(model, optimizers)
+        variables = state_variables(model, optimizers)
         own = _may_differ(model, optimizers)
         wanted = variables
         if not first:
@@ -133,7 +133,7 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
     """
     size = state.description["world_size"]
     optimizers = backends.current().find_optimizers(model)
-    variables = _variables(model, optimizers)
+    variables = state_variables(model, optimizers)
     _check(variables, state.arrays)
     averaged = {id(v) for v in moving_statistics(model)}
     accumulators = _accumulators(optimizers)
@@ -194,7 +194,7 @@ def restore_metrics(
 # What there is
 
 
-def _variables(
+def state_variables(
     model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer]
 ) -> dict[str, Any]:
     """Returns all that is restored, by a name that is the same in another process."""

@@ -15,7 +15,11 @@ from distkeras import _logging
 from distkeras import _report
 from distkeras import backends
 from distkeras import data as data_
+from distkeras._commits import Commits
 from distkeras._consensus import filter_callbacks
+from distkeras._elastic import check_can_be_shared_out_anew
+from distkeras._elastic import logs_gone_on_with
+from distkeras._elastic import survives
 from distkeras._learning_rate import Rule
 from distkeras._learning_rate import ScaledRate
 from distkeras._learning_rate import scale_learning_rate
@@ -106,7 +110,9 @@ class Trainer:
             )
         make_wire(compression, error_feedback=error_feedback)  # raises early
         self.model = model
+        self._of_world = communicator is None
         self.communicator = communicator or world()
+        self.commits: Commits | None = None
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
         self._factor = scaling_factor(learning_rate_scaling, self.communicator.size)
@@ -124,6 +130,23 @@ class Trainer:
         self._logger = _logging.configure(self.communicator.rank)
         self._reported = False
 
+    def follow_world(self) -> bool:
+        """Takes the world's ranks, if they are others now; whether it uses them.
+
+        They are where an elastic job has lost some.
+        """
+        if not self._of_world:
+            return False
+        before, now = self.communicator, world()
+        if now is not before:
+            self.communicator = now
+            self._factor = scaling_factor(self.learning_rate_scaling, now.size)
+            self._session.move(now)
+            self._reported = False
+            # Keras keeps it when `fit` ends by an error: it has the earlier ranks'.
+            self.model._eval_epoch_iterator = None
+        return True
+
     @property
     def exchange(self) -> GradientExchange | None:
         """The exchange of the newest `fit`, with its counters; None before."""
@@ -137,6 +160,7 @@ class Trainer:
         """
         self.model.compile(*args, **kwargs)
 
+    @survives
     def fit(
         self,
         x: Any = None,
@@ -222,7 +246,8 @@ class Trainer:
             )
         callbacks = filter_callbacks(callbacks, 0)
         alone = self.communicator.size == 1
-        if alone and resume is None and not find_checkpoint(callbacks):
+        commits = self.commits
+        if alone and resume is None and not (commits or find_checkpoint(callbacks)):
             self._report_single()
             return self.model.fit(
                 x,
@@ -261,7 +286,11 @@ class Trainer:
             resized=resized,
         )
         checkpoint = find_checkpoint(callbacks)
-        found = find(resume, checkpoint, self.communicator, resized=resized)
+        found = None
+        if commits is not None:
+            found = commits.resumption(self.model, self.communicator, resized=resized)
+        if found is None:
+            found = find(resume, checkpoint, self.communicator, resized=resized)
         if found is not None and found.kept_global_batch is not None:
             batch_size, global_batch_size = None, found.kept_global_batch
         if validation_split and validation_data is None:
@@ -287,6 +316,8 @@ class Trainer:
         data.ends = alone
         if found is not None:
             initial_epoch = found.position.epoch
+            if found.stop and found.position.step == 0:
+                epochs = initial_epoch
         if data.single_pass and steps_per_epoch is None and epochs > initial_epoch + 1:
             raise ValueError(
                 "Expected `steps_per_epoch` with a generator and several epochs: it "
@@ -308,10 +339,18 @@ class Trainer:
                 steps=validation_steps,
                 shard=shard,
             )
+        if commits is not None:
+            check_can_be_shared_out_anew(data, validation, callbacks, steps_per_epoch)
         self._session.build(data)
         self._scale(data, None if found is None else found.kept_factor)
         going_on = Continuation(
-            self.model, data, self.communicator, callbacks, found, steps_per_epoch
+            self.model,
+            data,
+            self.communicator,
+            callbacks,
+            found,
+            steps_per_epoch,
+            commits,
         )
         if alone:
             training = self._session.training_alone(data, callbacks, going_on=going_on)
@@ -324,8 +363,9 @@ class Trainer:
             training = self._session.training(
                 data, callbacks, bar=bar, going_on=going_on
             )
-        with training as arranged:
-            return self.model.fit(
+        logs = logs_gone_on_with(commits, callbacks, self.communicator.rank)
+        with logs, training as arranged:
+            history = self.model.fit(
                 data,
                 epochs=epochs,
                 verbose=self._verbose(verbose),
@@ -342,7 +382,9 @@ class Trainer:
                 validation_freq=validation_freq,
                 **options,
             )
+        return history if commits is None else commits.whole(history)
 
+    @survives
     def evaluate(
         self,
         x: Any = None,
@@ -399,6 +441,7 @@ class Trainer:
                 return_dict=return_dict,
             )
 
+    @survives
     def predict(
         self,
         x: Any,
@@ -447,6 +490,7 @@ class Trainer:
         )
         return data_.gather_predictions(local, data, self.communicator, to=gather)
 
+    @survives
     def save(self, filepath: Any, **kwargs: Any) -> None:
         """Saves the model from rank 0, as an ordinary Keras file.
 

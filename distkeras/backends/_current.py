@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
 
@@ -13,6 +14,16 @@ import numpy as np
 from distkeras.gradients import GradientExchange
 
 _IMPLEMENTATIONS = {"tensorflow": "distkeras.backends._tensorflow"}
+
+
+class Snapshot(Protocol):
+    """The values that variables had at one moment."""
+
+    def take(self) -> None:
+        """Copies what the variables hold now."""
+
+    def restore(self) -> None:
+        """Puts it back."""
 
 
 class Backend(Protocol):
@@ -38,6 +49,9 @@ class Backend(Protocol):
 
     def first_batches(self, iterator: Any, count: int) -> Any:
         """Returns an iterator over batches taken from what a step is called with."""
+
+    def snapshot(self, variables: Sequence[Any]) -> Snapshot:
+        """Returns room for a copy of variables where they lie."""
 
     def read_variables(self, variables: Iterable[Any]) -> list[np.ndarray]:
         """Returns copies of variables in host memory."""

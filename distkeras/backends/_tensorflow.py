@@ -4,6 +4,7 @@ from distkeras.backends._tensorflow_build import build
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 from distkeras.backends._tensorflow_iterator import first_batches
 from distkeras.backends._tensorflow_read import read_variables
+from distkeras.backends._tensorflow_snapshot import Snapshot
 from distkeras.backends._tensorflow_step import find_optimizers
 from distkeras.backends._tensorflow_step import make_test_function
 from distkeras.backends._tensorflow_step import make_train_function
@@ -12,6 +13,7 @@ from distkeras.backends._tensorflow_step import overrides_train_step
 exchange = TensorFlowExchange
 train_function = make_train_function
 test_function = make_test_function
+snapshot = Snapshot
 
 __all__ = [
     "build",
@@ -20,6 +22,7 @@ __all__ = [
     "first_batches",
     "overrides_train_step",
     "read_variables",
+    "snapshot",
     "test_function",
     "train_function",
 ]

@@ -20,6 +20,7 @@ from distkeras.communicators._world import init as init
 from distkeras.communicators._world import local_rank as local_rank
 from distkeras.communicators._world import local_size as local_size
 from distkeras.communicators._world import rank as rank
+from distkeras.communicators._world import recover as recover
 from distkeras.communicators._world import shutdown as shutdown
 from distkeras.communicators._world import size as size
 from distkeras.communicators._world import world as world

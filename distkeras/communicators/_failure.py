@@ -77,6 +77,12 @@ def uninstall() -> None:
         sys.exit = watch.exit
 
 
+def rebind(communicator: Communicator) -> None:
+    """Goes on with fewer ranks, numbered anew."""
+    if _watch is not None:
+        _watch.communicator = communicator
+
+
 def is_interactive() -> bool:
     """Whether somebody types at this process."""
     return hasattr(builtins, "get_ipython") or hasattr(sys, "ps1")

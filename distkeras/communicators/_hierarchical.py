@@ -182,14 +182,18 @@ class HierarchicalCommunicator(ComposedCommunicator):
             return numbers.index(self._node_of_rank[self._host.rank])
         from mpi4py import MPI
 
-        node = self._host.mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, self._host.rank)
-        first = int(node.bcast(self._host.rank))
-        node.Free()
+        with self._host.calls("split"):
+            node = self._host.mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, self._host.rank)
+        mine, everyone = node.Get_group(), self._host.mpi_comm.Get_group()
+        first = int(mine.Translate_ranks([0], everyone)[0])
+        for handle in (mine, everyone, node):
+            handle.Free()
         return first
 
     def _group(self, color: int, key: int) -> MPICommunicator:
         """Returns the communicator of the ranks of one color; collective."""
-        comm = self._host.mpi_comm.Split(color, key)
+        with self._host.calls("split"):
+            comm = self._host.mpi_comm.Split(color, key)
         made = MPICommunicator(comm, parent=self._host.calls)
         comm.Free()
         return made

@@ -23,6 +23,7 @@ import numpy as np
 
 from distkeras._errors import CommunicatorError
 from distkeras._exit import flush
+from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._base import Communicator
@@ -146,6 +147,7 @@ class MPICommunicator(Communicator):
         self._closed = False
         source = self._mpi.COMM_WORLD if comm is None else comm
         self._comm = source.Dup()
+        _elastic.register(self)
         self._rank = int(self._comm.Get_rank())
         self._size = int(self._comm.Get_size())
         self._calls = Calls(world_ranks(self._mpi, self._comm), parent)
@@ -171,6 +173,11 @@ class MPICommunicator(Communicator):
     def mpi_comm(self) -> Any:
         """The duplicated `mpi4py.MPI.Intracomm` underneath."""
         check_open(self._closed)
+        return self._comm
+
+    @property
+    def raw(self) -> Any:
+        """The same, also where this communicator is closed already."""
         return self._comm
 
     @property
@@ -524,9 +531,18 @@ class MPICommunicator(Communicator):
             )
 
 
+_everyone: list[Any] = []
+
+
+def begin_world(comm: Any) -> None:
+    """Lets ranks be numbered as in `comm`, when MPI's world has lost some."""
+    _everyone[:] = [comm]
+
+
 def world_ranks(mpi: Any, comm: Any) -> list[int]:
-    """Returns the numbers of a communicator's ranks in MPI's world, by rank."""
-    group, everyone = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    """Returns the numbers of a communicator's ranks in the world, by rank."""
+    world = _everyone[0] if _everyone else mpi.COMM_WORLD
+    group, everyone = comm.Get_group(), world.Get_group()
     ranks = group.Translate_ranks(range(group.Get_size()), everyone)
     group.Free()
     everyone.Free()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from distkeras._errors import CommunicatorError
+from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import collectively
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
@@ -149,6 +150,7 @@ class NCCLCommunicator(ComposedCommunicator):
         self._calls = Calls(self._host.calls.members, self._host.calls)
         self._calls.pending = self._works
         self._device = self._find_device()
+        _elastic.register_device(self)
 
     def _find_device(self) -> int:
         """Returns the index of this rank's GPU."""
@@ -284,6 +286,8 @@ class NCCLCommunicator(ComposedCommunicator):
                 the NCCL communicator is aborted then, so that no kernel waits on.
         """
         check_open(self._closed)
+        if _elastic.lost():
+            raise CommunicatorError("Another rank has been lost")
         if self._nccl is None:
             return
         with self._calls.again(), self._device_context():
@@ -293,6 +297,8 @@ class NCCLCommunicator(ComposedCommunicator):
                 spins = 0
                 # A plain wait would never come back after a peer's death.
                 while not done.done:
+                    if _elastic.lost():
+                        raise CommunicatorError("Another rank has been lost")
                     self._nccl.check_async_error()
                     spins += 1
                     time.sleep(0 if spins < 1000 else 0.0005)
@@ -308,6 +314,16 @@ class NCCLCommunicator(ComposedCommunicator):
         self._closed = True
         self._calls.close()
         self._host.close()
+
+    def interrupt(self) -> None:
+        """Ends the device's work when a rank is lost; on any thread.
+
+        Kernels of NCCL wait for their peers without end, and streams for them.
+        """
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            with self._device_context():
+                nccl.abort()
 
     def _works(self) -> bool:
         """Whether device work is not done yet; for the watchdog's thread."""

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from distkeras._errors import CommunicatorError
+from distkeras.communicators import _elastic
 from distkeras.communicators._steps import Label
 from distkeras.communicators._steps import Steps
 from distkeras.communicators._steps import describe
@@ -237,6 +239,8 @@ class Rendezvous:
     def _sleep(self, rank: int, words: memoryview, word: int, step: int) -> None:
         start = checked = time.perf_counter()
         while words[word] < step:
+            if _elastic.lost():
+                self._break("Another rank has been lost")
             now = time.perf_counter()
             if now - checked > _BETWEEN_CHECKS:
                 checked = now
@@ -250,13 +254,18 @@ class Rendezvous:
             return
         if words[word] >= step:  # its last deed
             return
+        if _elastic.confirm():
+            self._break(f"Rank {rank} has been lost")
         # The launcher ends this rank in that time; what is on the screen last is
         # then the word of the rank that failed, not that of those it left.
         time.sleep(_LAUNCHERS_TURN)
-        self.broken = (
+        self._break(
             f"Rank {rank} (process {self._processes[rank].pid}) has ended while rank "
             f"{self._rank} waited for it in a collective. Its own output, or the "
             "system's log if it was killed (`dmesg` tells of a lack of memory), says "
             "why. The communicator cannot be used any more."
         )
-        raise CommunicatorError(self.broken)
+
+    def _break(self, why: str) -> NoReturn:
+        self.broken = why
+        raise CommunicatorError(why)

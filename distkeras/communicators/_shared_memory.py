@@ -9,6 +9,7 @@ import numpy as np
 
 from distkeras._errors import CommunicatorError
 from distkeras._logging import LOGGER
+from distkeras.communicators import _elastic
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
@@ -27,11 +28,14 @@ from distkeras.communicators._shared_reduction import InPlace
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
 from distkeras.communicators._shared_reduction import Sliced
+from distkeras.communicators._shared_window import MappedWindow
 from distkeras.communicators._shared_window import SharedWindow
 from distkeras.communicators._shared_window import lacking_room
 from distkeras.communicators._steps import BARRIER
 from distkeras.communicators._steps import DTYPES
 from distkeras.communicators._steps import make_label
+
+Window = SharedWindow | MappedWindow
 
 # Flags of NumPy's arrays: C-contiguous, aligned, writeable.
 _USABLE = 0x1 | 0x100 | 0x400
@@ -111,13 +115,13 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._chunk_bytes = chunk_bytes // 64 * 64
         self._direct_bytes = direct_bytes
         self._node: Node | None = None  # made at the first use
-        self._control: SharedWindow | None = None
+        self._control: Window | None = None
         self._slots: list[list[np.ndarray]] = []  # by slot, by rank
         self._slot_bytes = 0
-        self._staging: SharedWindow | None = None  # once it has grown
+        self._staging: Window | None = None  # once it has grown
         self._no_room = False
         self._reductions: dict[tuple[Any, ...], Reduction] = {}
-        self._allocated: list[tuple[SharedWindow, list[np.ndarray]]] = []
+        self._allocated: list[tuple[Window, list[np.ndarray]]] = []
         self._in_place: dict[int, dict[str, InPlace]] = {}  # by identity, by op
 
     @property
@@ -236,10 +240,13 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Returns how many ranks take slices, and what they do with those of theirs."""
         return self.size, None
 
-    def _allocate(self, size: int) -> SharedWindow | None:
+    def _allocate(self, size: int) -> Window | None:
         """Returns a window, or `None` on all ranks if there is no room; collective."""
         reasons = self._fallback.allgather_object(lacking_room(size * self.size))
         lacking = next((reason for reason in reasons if reason is not None), None)
+        if lacking is None and _elastic.active():
+            with self._host.calls("window"):
+                return MappedWindow(self._host.mpi_comm, size)
         if lacking is None:
             return SharedWindow(load_mpi(), self._host.mpi_comm, size)
         if self._fallback.rank == 0:
@@ -349,7 +356,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._host.close()
 
 
-def _slots(window: SharedWindow, start: int, size: int) -> list[list[np.ndarray]]:
+def _slots(window: Window, start: int, size: int) -> list[list[np.ndarray]]:
     """Returns the bytes of two slots that begin at `start`, by slot and rank."""
     begins = (start, start + size)
     return [[part[b : b + size] for part in window.parts] for b in begins]

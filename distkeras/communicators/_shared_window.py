@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import shutil
+import tempfile
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,9 @@ PAGE = 4096
 """Bytes. Every rank's part begins at a multiple of it, in every process."""
 
 _FOLDER = "/dev/shm"
+PREFIX = "distkeras_"
+"""Of the names that files have there while they are made."""
+
 _SPARE = 8 << 20
 
 
@@ -60,6 +67,60 @@ class SharedWindow:
         self.parts = []
         self._window.Unlock_all()
         self._window.Free()
+
+
+class MappedWindow:
+    """The same without MPI's windows, which do not outlive a rank that is lost.
+
+    The file has no name but while it is made. The memory is given back as soon as no
+    process views it any more.
+
+    Args:
+        comm: the ranks, all of one node; making a window is collective.
+        size: bytes of each rank's part, the same on all ranks.
+
+    Attributes:
+        size: bytes of each part.
+        parts: the parts as bytes, by rank, cleared.
+    """
+
+    def __init__(self, comm: Any, size: int) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        whole = -(-size // PAGE) * PAGE
+        path: str | None = None
+        if comm.Get_rank() == 0:
+            file, path = tempfile.mkstemp(
+                prefix=PREFIX, dir=_FOLDER if os.path.isdir(_FOLDER) else None
+            )
+            os.truncate(file, whole * comm.Get_size())
+        try:
+            path = comm.bcast(path)
+            if comm.Get_rank() > 0:
+                file = os.open(path, os.O_RDWR)
+            memory = mmap.mmap(file, whole * comm.Get_size())
+            os.close(file)
+            comm.Barrier()
+        finally:
+            if comm.Get_rank() == 0:
+                with contextlib.suppress(OSError):
+                    os.unlink(path or "")
+        parts = np.frombuffer(memory, np.uint8).reshape(comm.Get_size(), whole)
+        self.parts = [part[:size] for part in parts]
+
+    def sync(self) -> None:
+        """Orders this process' memory accesses, as seen by the other ranks.
+
+        What a lock orders between threads of one process: what comes before its
+        release is seen before what comes after it is taken again.
+        """
+        for _ in range(2):
+            self._lock.acquire()
+            self._lock.release()
+
+    def free(self) -> None:
+        """Lets go of the memory; arrays that view it stay valid."""
+        self.parts = []
 
 
 def lacking_room(size: int) -> str | None:

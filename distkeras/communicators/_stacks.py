@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from collections.abc import Mapping
 from types import FrameType
 
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
@@ -15,6 +16,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 # Of library frames, these many at the inner end are shown.
 _SHOWN = 2
 _LONGEST = 24
+# Seconds for the lines of the files.
+_PATIENCE = 0.5
 
 
 def where(thread: int | None = None) -> str:
@@ -43,6 +46,7 @@ def stack(thread: int | None = None) -> str:
     ident = threading.main_thread().ident if thread is None else thread
     inwards = list(_outwards(sys._current_frames().get(ident or 0)))[::-1]
     lines: list[str] = []
+    places: dict[int, tuple[str, int]] = {}
     hidden = 0
     for position, frame in enumerate(inwards):
         if _in_library(frame) and position < len(inwards) - _SHOWN:
@@ -53,13 +57,32 @@ def stack(thread: int | None = None) -> str:
             hidden = 0
         path, line = frame.f_code.co_filename, _line(frame)
         lines.append(f'File "{path}", line {line}, in {_name(frame)}')
-        source = linecache.getline(path, line).strip()
-        if source:
-            lines.append(f"  {source}")
+        places[len(lines)] = (path, line)
+    for number, source in sorted(_sources(places).items(), reverse=True):
+        lines.insert(number, f"  {source}")
     if len(lines) > 2 * _LONGEST:
         left_out = len(lines) - 2 * _LONGEST
         lines[_LONGEST:-_LONGEST] = [f"... {left_out} lines"]
     return "\n".join(lines)
+
+
+def _sources(places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+    """Returns lines of files, as far as they can be read within a moment.
+
+    Whatever keeps a rank may be the file system that its script lies on.
+    """
+    found: dict[int, str] = {}
+
+    def read() -> None:
+        for number, (path, line) in places.items():
+            source = linecache.getline(path, line).strip()
+            if source:
+                found[number] = source
+
+    reader = threading.Thread(target=read, name="distkeras-sources", daemon=True)
+    reader.start()
+    reader.join(_PATIENCE)
+    return dict(found)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

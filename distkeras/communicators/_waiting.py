@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
+from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
 
 # How far a rank may run ahead of one that waits (the root of a broadcast does) and
@@ -121,9 +122,12 @@ class Calls:
     def __enter__(self) -> None:
         """The call was noted already."""
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Notes that the call has returned."""
         self.current = None
+        # Not of a communicator that was left behind with a lost rank.
+        if error is not None and _open.get(self.name) is self:
+            _elastic.failed(error)
 
     @property
     def entered(self) -> int:
@@ -184,6 +188,13 @@ def calling_threads() -> list[int]:
         for thread in threading.enumerate()
         if thread.ident in _threads and not isinstance(thread, threading._DummyThread)
     ]
+
+
+def start_over() -> None:
+    """Forgets all communicators: their ranks, or their numbers, are others now."""
+    _open.clear()
+    _closed.clear()
+    _names.clear()
 
 
 def _new_name(members: tuple[int, ...], parent: Calls | None) -> str:

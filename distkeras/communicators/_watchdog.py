@@ -32,6 +32,7 @@ from distkeras._exit import STACKS
 from distkeras._exit import STALLED
 from distkeras._exit import write
 from distkeras.communicators import _dump
+from distkeras.communicators import _elastic
 from distkeras.communicators import _failure
 from distkeras.communicators import _stacks
 from distkeras.communicators import _stall
@@ -51,6 +52,10 @@ DEFAULT_TIMEOUT = 600.0
 
 # Seconds between looks at the waits and at the messages.
 _POLL = 0.2
+# The same in a job that outlives its ranks: what a loss costs begins here.
+_LOOK = 0.05
+# Errors in a row after which it gives up.
+_MOST_FAILURES = 25
 # Seconds of waiting after which ranks are asked, and between two questions.
 _CHECK = 4.0
 # Seconds for the answers; a rank that computes under load may be slow.
@@ -152,15 +157,29 @@ class _Watchdog:
     # The thread
 
     def _run(self) -> None:
-        try:
-            while not self._stop.wait(_POLL):
+        failures = 0
+        while not self._stop.wait(_LOOK if _elastic.active() else _POLL):
+            try:
+                if _elastic.look():  # until those that are left have come together
+                    self._inquiry = None
+                    continue
                 self._tick()
-        except Exception as error:  # MPI's, where a peer is lost and MPI goes on
-            if not self._stop.is_set():
-                write(
-                    f"[distkeras] rank {self._rank}: the watchdog stops: "
-                    f"{type(error).__name__}: {error}"
-                )
+                failures = 0
+            except Exception as error:
+                if self._stop.is_set():
+                    return
+                _elastic.failed(error)
+                if _elastic.lost():
+                    continue
+                failures += 1
+                if failures in (1, _MOST_FAILURES):
+                    write(
+                        f"[distkeras] rank {self._rank}: the watchdog "
+                        f"{'stumbles' if failures == 1 else 'stops'}: "
+                        f"{type(error).__name__}: {error}"
+                    )
+                if failures == _MOST_FAILURES:
+                    return
 
     def _tick(self) -> None:
         self._receive()
@@ -451,9 +470,12 @@ class _Watchdog:
             if self._speaks and (free or not self._reports_only):
                 self._left = not free
                 self._wait_for_all("shutdown" if free else "end")
+        except self._mpi.Exception:
+            if not _elastic.look():
+                raise
         finally:
             self.stop()
-        if free:
+        if free and not _elastic.lost():
             self._comm.Free()
 
     def _wait_for_all(self, verb: str) -> None:
@@ -462,7 +484,7 @@ class _Watchdog:
             request = self._comm.Ibarrier()
             pause = 0.0005
             while not request.Test():
-                if not self._thread.is_alive():
+                if not self._thread.is_alive() or _elastic.lost():
                     return  # MPI failed
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.02)
@@ -588,6 +610,20 @@ def shut_down() -> None:
     if watchdog is not None and watchdog.process == os.getpid():
         atexit.unregister(_leave_at_exit)
         watchdog.leave(free=True)
+
+
+def abandon() -> float | None:
+    """Stops without a message, where a rank is lost; returns the timeout.
+
+    To be started anew with the ranks that are left. None if it did not run.
+    """
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
+    if watchdog is None:
+        return None
+    atexit.unregister(_leave_at_exit)
+    watchdog.stop()
+    return watchdog.timeout
 
 
 def _leave_at_exit() -> None:

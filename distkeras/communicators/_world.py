@@ -5,23 +5,32 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from distkeras import _horovod
+from distkeras import _logging
 from distkeras._errors import CommunicatorError
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
+from distkeras._logging import LOGGER
 from distkeras.communicators import _device
+from distkeras.communicators import _elastic
 from distkeras.communicators import _failure
 from distkeras.communicators import _startup
+from distkeras.communicators import _waiting
 from distkeras.communicators import _watchdog
 from distkeras.communicators._agreement import agree
 from distkeras.communicators._agreement import collectively
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
+from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._hierarchical import HierarchicalCommunicator
 from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._mpi import begin_world
+from distkeras.communicators._mpi import load_mpi
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
@@ -43,6 +52,7 @@ class _World:
 
     communicator: Communicator
     description: str
+    numbers: tuple[int, ...] = ()  # of its ranks when the job was started, if elastic
 
 
 _lock = threading.RLock()
@@ -147,6 +157,95 @@ def shutdown() -> None:
             _failure.uninstall()
             _device.release_device()
             current.communicator.close()
+            _elastic.stop()
+
+
+def recover() -> Communicator:
+    """Makes the world of the ranks that are left; collective among them.
+
+    To be called after `_elastic.agreed` has said no. Should another rank be lost
+    meanwhile, it begins again.
+
+    Returns:
+        The new world communicator, in which ranks are numbered anew, in order.
+    """
+    global _world
+    with _lock:
+        previous = _world
+        if previous is None:
+            raise CommunicatorError("Expected a world to recover. Received: none")
+        since = _elastic.lost_since()
+        timeout = _watchdog.abandon()
+
+        def end(code: int) -> None:
+            _watchdog.end_job(_host_of(previous.communicator), code)
+
+        with _elastic.limited(timeout or 0.0, end):
+            while True:
+                failure: Exception | None = None
+                made: _World | None = None
+                _watchdog.abandon()  # that of an attempt that failed
+                try:
+                    made = _create_again(_elastic.shrink(), previous, timeout)
+                except Exception as error:
+                    if not _elastic.is_loss(error):
+                        failure = error
+                if _elastic.agreed(made is not None) and made is not None:
+                    break
+                if failure is not None:
+                    raise failure
+        _world = made
+        _tell(previous, made, time.monotonic() - since)
+        if made.communicator.size == 1:
+            _elastic.stop()
+        return made.communicator
+
+
+def _tell(previous: _World, made: _World, seconds: float) -> None:
+    """Says which ranks were lost, by the numbers that the launcher gave them."""
+    before, now = previous.communicator, made.communicator
+    _logging.renumber(before.rank, now.rank)
+    lost = [rank for rank in previous.numbers if rank not in made.numbers]
+    if now.rank == 0:
+        LOGGER.warning(
+            "%s of %d lost (as numbered at the start); the other %d have come "
+            "together in %.3f s: %s",
+            name_ranks(lost),
+            before.size,
+            now.size,
+            seconds,
+            made.description,
+        )
+
+
+def _create_again(comm: Any, previous: _World, timeout: float | None) -> _World:
+    """Makes the world of the ranks of an MPI communicator; collective."""
+    begin_world(comm)
+    _waiting.start_over()
+    host = MPICommunicator(comm)
+    _failure.rebind(host)
+    if timeout is not None:
+        _watchdog.start(host, timeout)
+    mine = load_mpi().COMM_WORLD.Get_rank()
+    numbers = tuple(host.allgather_object(mine))
+    why = "ranks were lost"
+    if host.size == 1:
+        text = f"single (one process is left, {why})"
+        return _World(SingleCommunicator(), text, numbers)
+    made: Communicator
+    if previous.communicator.name == "nccl":
+        made = NCCLCommunicator(host)
+    else:
+        made = _HOST_KINDS[previous.communicator.name](host)
+    return _World(made, _line(made, host.library, why), numbers)
+
+
+def _host_of(communicator: Communicator) -> MPICommunicator:
+    if isinstance(communicator, ComposedCommunicator):
+        return communicator.host
+    if isinstance(communicator, MPICommunicator):
+        return communicator
+    raise TypeError(f"Expected a communicator of MPI. Received: {communicator.name}")
 
 
 def _check_word(word: str, origin: str) -> None:
@@ -199,6 +298,10 @@ def _create_together(
 ) -> _World:
     """Makes the world of one of several processes; collective."""
     with _startup.guard(timeout, launcher.local_size):
+        least = _elastic.requested(os.environ)
+        if least is not None:
+            mpi = load_mpi()
+            _elastic.start(mpi, mpi.COMM_WORLD, least)
         host = MPICommunicator()
         _check_size(launcher, host)
         _failure.install(host)
@@ -211,12 +314,13 @@ def _create_together(
         word, why = _choose(host, launcher)
     if word == "single":
         return _separate(host, origin)
+    numbers = tuple(range(host.size))
     if word != "nccl":
         made = _HOST_KINDS[word](host)
-        return _World(made, _line(made, host.library, why, device))
+        return _World(made, _line(made, host.library, why, device), numbers)
     nccl = NCCLCommunicator(host)
     library = f"{nccl.library}, {host.library}"
-    return _World(nccl, _line(nccl, library, why, device))
+    return _World(nccl, _line(nccl, library, why, device), numbers)
 
 
 def _choose(host: Communicator, launcher: Launcher) -> tuple[str, str]:
@@ -251,6 +355,7 @@ def _separate(host: Communicator, origin: str) -> _World:
     _watchdog.shut_down()
     _failure.uninstall()
     host.close()
+    _elastic.stop()
     if first:
         warnings.warn(
             f"{origin} asks for 'single': {count} processes train {count} separate "

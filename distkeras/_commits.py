@@ -1,0 +1,325 @@
+"""The state after every step of an elastic job, kept in memory to be gone back to.
+
+A step of all ranks is done once it is committed: all ranks have come to the end of
+it, and each has copied what it holds. The last message of a commit comes back only
+where every rank has sent it, and so has done the step. So when a rank is lost, those
+that are left have the newest commit, or stand right behind it: none needs anything of
+another but what the metrics of all ranks add up to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from distkeras import _callback_states
+from distkeras import _state
+from distkeras import backends
+from distkeras._consensus import runs_on_rank_zero_only
+from distkeras._errors import CommunicatorError
+from distkeras._logging import LOGGER
+from distkeras._metric_states import combined_states
+from distkeras._metric_states import put_states_back
+from distkeras._position import Position
+from distkeras._position import Tracker
+from distkeras._resumption import Resized
+from distkeras._resumption import Resumption
+from distkeras._saver import describe_data
+from distkeras.backends import inner_optimizers
+from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """What is the same on all ranks after a step, beside the variables.
+
+    Attributes:
+        number: counts them.
+        size: of the world that it was made by.
+        position: where training goes on.
+        data: how the data was dealt.
+        metrics: states of all ranks together; None between epochs.
+        stop: whether training is to stop here.
+        writers: states of callbacks that run on rank 0 alone, by name.
+        logs: how long the files of such callbacks are, in bytes.
+    """
+
+    number: int
+    size: int
+    position: Position
+    data: dict[str, Any]
+    metrics: list[np.ndarray] | None
+    stop: bool
+    writers: dict[str, Any]
+    logs: dict[str, int]
+
+
+class Commits:
+    """The newest commit of one call of `fit`, over all losses of ranks.
+
+    Attributes:
+        newest: None before the first one.
+        rows: the logs of epochs that are over, with their numbers.
+        lost_at: when the newest loss was noticed, of `time.monotonic`.
+        first: whether this rank has been the one that writes.
+    """
+
+    def __init__(self) -> None:
+        self.newest: Commit | None = None
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.lost_at: float | None = None
+        self.first = False
+        self._snapshot: Any = None
+        self._users: Sequence[keras.callbacks.Callback] = ()
+        self._states: dict[str, Any] = {}
+        self._went_back_to: int | None = None
+
+    def add(
+        self,
+        commit: Commit,
+        model: keras.Model,
+        users: Sequence[keras.callbacks.Callback],
+    ) -> None:
+        """Makes a commit the newest; nothing here waits for another rank."""
+        if self._snapshot is None:
+            optimizers = backends.current().find_optimizers(model)
+            variables = list(_state.state_variables(model, optimizers).values())
+            self._snapshot = backends.current().snapshot(variables)
+        self._snapshot.take()
+        self._users = users
+        self._states = _callback_states.glance(users)
+        self.newest = commit
+
+    def settle(self, model: keras.Model, communicator: Communicator) -> None:
+        """Agrees on the newest commit; collective among the ranks that are left.
+
+        Args:
+            model: as the loss has left it.
+            communicator: the ranks.
+
+        Raises:
+            CommunicatorError: if a rank has missed more than one commit.
+        """
+        mine = -1 if self.newest is None else self.newest.number
+        numbers = communicator.allgather_object(mine)
+        highest = max(numbers)
+        if highest < 0:
+            return
+        commit = communicator.broadcast_object(self.newest, numbers.index(highest))
+        if min(numbers) < highest - 1:
+            raise CommunicatorError(
+                f"Expected ranks that are one step apart at most. Received: {numbers}"
+            )
+        if mine < highest:
+            # It was in the very last message of that commit, and has done the step.
+            self.add(commit, model, self._users)
+
+    def resumption(
+        self, model: keras.Model, communicator: Communicator, *, resized: Resized
+    ) -> Resumption | None:
+        """Puts the newest commit back, and returns it as a checkpoint to go on from.
+
+        Args:
+            model: the user's.
+            communicator: the ranks that are left.
+            resized: what is done about the smaller number of ranks.
+
+        Returns:
+            This rank's own state; None if there is no commit yet.
+        """
+        commit = self.newest
+        if commit is None:
+            return None
+        self._snapshot.restore()
+        if commit.metrics is not None:
+            put_states_back(model, commit.metrics, communicator.rank)
+        _share_out(model, commit.size / communicator.size)
+        self._went_back_to = commit.position.epoch
+        if communicator.rank == 0 and not self.first:
+            self._states = {**self._states, **commit.writers}
+        state = _state.take(
+            model, SingleCommunicator(), metrics=commit.metrics is not None
+        )
+        return Resumption(
+            path="the last step",
+            state=state,
+            position=commit.position,
+            data=commit.data,
+            callbacks=self._states,
+            resized=resized,
+            own=True,
+            stop=commit.stop,
+        )
+
+    def whole(self, history: keras.callbacks.History) -> keras.callbacks.History:
+        """Adds the epochs before the newest loss to a history, in front."""
+        if self._went_back_to is None:
+            return history
+        past = {e: logs for e, logs in self.rows if e < self._went_back_to}
+        later = zip(history.epoch, _rows(history), strict=True)
+        history.epoch, history.history = [], {}
+        for epoch, logs in [*sorted(past.items()), *later]:
+            history.epoch.append(epoch)
+            for name, value in logs.items():
+                history.history.setdefault(name, []).append(value)
+        return history
+
+
+def _rows(history: keras.callbacks.History) -> list[dict[str, Any]]:
+    """Returns the logs by epoch; what was not logged every time ends at the end."""
+    rows: list[dict[str, Any]] = [{} for _ in history.epoch]
+    for name, values in history.history.items():
+        for row, value in zip(rows[len(rows) - len(values) :], values, strict=True):
+            row[name] = value
+    return rows
+
+
+class Committing(keras.callbacks.Callback):
+    """Commits after every step; the last one that has messages.
+
+    Args:
+        commits: where to.
+        tracker: knows the position.
+        data: the sharded training data.
+        users: the user's callbacks.
+        communicator: the ranks.
+        steps_per_epoch: as given to `fit`.
+    """
+
+    def __init__(
+        self,
+        commits: Commits,
+        tracker: Tracker,
+        data: Any,
+        users: Sequence[keras.callbacks.Callback],
+        communicator: Communicator,
+        steps_per_epoch: int | None,
+    ) -> None:
+        super().__init__()
+        self._commits = commits
+        self._tracker = tracker
+        self._data = data
+        self._users = users
+        self._communicator = communicator
+        self._steps_per_epoch = steps_per_epoch
+        self._begun = False
+        commits.first = communicator.rank == 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commits what training begins with."""
+        if self._begun:
+            return
+        self._commit(written=True)
+        self._begun = True
+        since, self._commits.lost_at = self._commits.lost_at, None
+        if since is not None and self._communicator.rank == 0:
+            LOGGER.info(
+                "recovered: %.2f s from the loss to the next step",
+                time.monotonic() - since,
+            )
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Commits, but between updates that add up gradients of several steps."""
+        if not _accumulates(self.model):
+            self._commit(written=False)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commits the epoch, with what rank 0 has written."""
+        self._commits.rows.append((epoch, dict(logs or {})))
+        self._commit(written=True)
+
+    def _commit(self, *, written: bool) -> None:
+        """Commits; collective. `written`: whether rank 0 may have written since."""
+        commits, position = self._commits, self._tracker.position
+        communicator, before = self._communicator, self._commits.newest
+        writers = {} if before is None else before.writers
+        logs = {} if before is None else before.logs
+        if written:
+            if _accumulates(self.model):
+                _average_accumulators(self.model, communicator)
+            mine = None
+            if communicator.rank == 0:
+                mine = (_writers(self._users), _lengths(self._users))
+            writers, logs = communicator.allgather_object(mine)[0]
+        metrics = None
+        if position.step > 0:
+            metrics = combined_states(self.model, communicator)
+        commit = Commit(
+            number=0 if before is None else before.number + 1,
+            size=communicator.size,
+            position=position,
+            data=describe_data(self._data, position, self._steps_per_epoch),
+            metrics=metrics,
+            stop=bool(self.model.stop_training),
+            writers=writers,
+            logs=logs,
+        )
+        commits.add(commit, self.model, self._users)
+
+
+def _writers(users: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
+    """Returns the states of callbacks that run on rank 0 alone."""
+    alone = [name for name, c in _callback_states.named(users) if _writes(c)]
+    states = _callback_states.glance(users)
+    return {name: states[name] for name in alone if name in states}
+
+
+def _writes(callback: keras.callbacks.Callback) -> bool:
+    return runs_on_rank_zero_only(callback)
+
+
+def _lengths(users: Sequence[keras.callbacks.Callback]) -> dict[str, int]:
+    """Returns the lengths of files to which a line an epoch is added."""
+    names = [c.filename for c in users if isinstance(c, keras.callbacks.CSVLogger)]
+    return {name: os.path.getsize(name) for name in names if os.path.exists(name)}
+
+
+def _accumulating(model: keras.Model) -> list[Any]:
+    """Returns the optimizers that add up gradients of several steps."""
+    return [
+        part
+        for optimizer in backends.current().find_optimizers(model)
+        for part in inner_optimizers(optimizer)
+        if part.gradient_accumulation_steps
+    ]
+
+
+def _accumulates(model: keras.Model) -> bool:
+    """Whether gradients have been added up that no update has used yet."""
+    return any(
+        int(part._iterations) % part.gradient_accumulation_steps
+        for part in _accumulating(model)
+    )
+
+
+def _average_accumulators(model: keras.Model, communicator: Communicator) -> None:
+    """Gives all ranks alike what each has added up: the sum stays; collective."""
+    for part in _accumulating(model):
+        for variable in part._accumulated_gradients:
+            value = np.array(keras.ops.convert_to_numpy(variable.value))
+            largest = getattr(variable, "overwrite_with_gradient", False)
+            flat = value.astype("float64").reshape(-1)
+            communicator.allreduce(flat, "max" if largest else "sum")
+            flat /= 1 if largest else communicator.size
+            variable.assign(
+                keras.ops.cast(flat.reshape(variable.shape), variable.dtype)
+            )
+
+
+def _share_out(model: keras.Model, factor: float) -> None:
+    """Multiplies what ranks have added up, as fewer of them have to add up to it."""
+    if factor == 1:
+        return
+    for part in _accumulating(model):
+        for variable in part._accumulated_gradients:
+            if not getattr(variable, "overwrite_with_gradient", False):
+                variable.assign(variable * factor)
