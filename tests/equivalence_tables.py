@@ -19,10 +19,10 @@ def read(path: Path) -> list[tuple[tuple[str, ...], float]]:
     """Returns the cases, as values by axis, and their largest difference."""
     found = []
     for line in path.read_text().splitlines():
-        _, test, difference = json.loads(line)
+        ranks, test, difference = json.loads(line)
         match = CASE.search(test)
         if match:
-            found.append((tuple(match.group(1).split("/")), difference))
+            found.append(((*match.group(1).split("/"), str(ranks)), difference))
     return found
 
 
@@ -50,4 +50,5 @@ def table(
 if __name__ == "__main__":
     cases = read(Path(sys.argv[1]))
     print(table(cases, 0, 1, "optimizer"), end="\n\n")
-    print(table(cases, 2, 3, "input"))
+    print(table(cases, 2, 3, "input"), end="\n\n")
+    print(table(cases, 4, 3, "ranks"))
