@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
+ELASTIC = "DISTKERAS_ELASTIC"
+"""The variable by which ranks know that their job outlives lost ones."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Launcher:
     """What the environment says about the job this process belongs to.

@@ -26,9 +26,7 @@ from typing import Any
 from distkeras._errors import CommunicatorError
 from distkeras._exit import STALLED
 from distkeras._exit import write
-
-VARIABLE = "DISTKERAS_ELASTIC"
-"""The least number of ranks to go on with; set by `distkeras run --elastic`."""
+from distkeras._launcher import ELASTIC
 
 _TOLERANT = "OMPI_MCA_mpi_ft_enable"  # what `mpiexec --with-ft ulfm` tells its ranks
 
@@ -66,12 +64,12 @@ def requested(environ: Mapping[str, str]) -> int | None:
     Raises:
         CommunicatorError: if `DISTKERAS_ELASTIC` is no number of ranks.
     """
-    word = environ.get(VARIABLE, "")
+    word = environ.get(ELASTIC, "")
     if not word:
         return None
     if not word.isdecimal() or int(word) < 1:
         raise CommunicatorError(
-            f"Expected {VARIABLE} to be the least number of ranks to go on with, from "
+            f"Expected {ELASTIC} to be the least number of ranks to go on with, from "
             f"1 up. Received: {word!r}"
         )
     return int(word)
@@ -92,7 +90,7 @@ def start(mpi: Any, comm: Any, least: int) -> None:
     tolerant = os.environ.get(_TOLERANT, "") in ("1", "true")
     if not tolerant or "Open MPI" not in mpi.Get_library_version():
         raise CommunicatorError(
-            f"Expected Open MPI 5 started by `mpiexec --with-ft ulfm`, as {VARIABLE} "
+            f"Expected Open MPI 5 started by `mpiexec --with-ft ulfm`, as {ELASTIC} "
             "asks for a job that outlives its ranks (`distkeras run --elastic` does "
             f"it). Received: {str(mpi.Get_library_version()).split(',')[0]}, "
             f"{_TOLERANT} is {os.environ.get(_TOLERANT)!r}"

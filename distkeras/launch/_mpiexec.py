@@ -41,6 +41,7 @@ class Flavour:
             listed with their ranks per host, or one by one.
         export: what makes all variables reach other hosts.
         export_each: the option that makes one variable do.
+        elastic: makes the job outlive ranks that are lost; empty where it cannot.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Flavour:
     slots: bool
     export: tuple[str, ...] = ()
     export_each: str | None = None
+    elastic: tuple[str, ...] = ()
 
 
 FLAVOURS = (
@@ -76,6 +78,7 @@ FLAVOURS = (
         hosts="--host",
         slots=True,
         export_each="-x",
+        elastic=("--with-ft", "ulfm"),
     ),
     Flavour(
         name="Intel MPI",
@@ -209,6 +212,7 @@ def command(
     extra: Sequence[str] = (),
     hosts: Sequence[tuple[str, int]] = (),
     export: Sequence[str] = (),
+    elastic: bool = False,
 ) -> list[str]:
     """Builds the command line that starts the ranks.
 
@@ -222,12 +226,22 @@ def command(
         hosts: names, each with the number of its ranks; `n` in all. By default the
             launcher chooses: this machine, or its scheduler's.
         export: the variables that other hosts need.
+        elastic: whether the job is to outlive ranks that are lost.
 
     Returns:
         The words of the command.
+
+    Raises:
+        LaunchError: this MPI cannot outlive a rank.
     """
     flavour = mpiexec.flavour
-    flags = list(flavour.flags)
+    if elastic and not flavour.elastic:
+        raise LaunchError(
+            f"--elastic needs Open MPI 5, whose ranks outlive one another; "
+            f"{mpiexec.path} is of {flavour.name}. Use `--max-restarts R` instead: it "
+            "starts the job again, which goes on from its last checkpoint."
+        )
+    flags = [*flavour.flags, *(flavour.elastic if elastic else ())]
     if any("bind-to" in word for word in extra):
         # Given twice, Open MPI and MPICH refuse to start.
         position = next(i for i, word in enumerate(flags) if "bind-to" in word)

@@ -122,6 +122,7 @@ def run(
     shown: bool = True,
     logs: Path | None = None,
     grace: float = 5.0,
+    heard: list[int] | None = None,
 ) -> int:
     """Runs a launcher until it ends.
 
@@ -138,6 +139,7 @@ def run(
         shown: whether these are shown, then alike for all launchers: `[rank] `.
         logs: a folder in which each rank's output is written to a file too.
         grace: seconds.
+        heard: gets the numbers of the signals that came.
 
     Returns:
         The exit code: the child's own, or 128 plus the number of the signal that
@@ -147,7 +149,9 @@ def run(
     sys.stderr.flush()
     began = time.time()
     process = start(command, environ, piped=tagged)
-    with _passing_signals_to(process, grace) as received:
+    with _passing_signals_to(
+        process, grace, [] if heard is None else heard
+    ) as received:
         files = _Logs(logs)
         pumps = [
             threading.Thread(target=_pump, args=(source, sink, files, shown))
@@ -182,7 +186,7 @@ def remove_leftovers(began: float) -> None:
 
 @contextlib.contextmanager
 def _passing_signals_to(
-    process: subprocess.Popen[bytes], grace: float
+    process: subprocess.Popen[bytes], grace: float, heard: list[int]
 ) -> Iterator[list[int]]:
     """Hands signals on while the body runs; yields those that ended the launcher."""
     received: list[int] = []
@@ -193,6 +197,7 @@ def _passing_signals_to(
 
     def hand_on(number: int, _: FrameType | None) -> None:
         nonlocal told
+        heard.append(number)
         if number == signal.SIGTERM and told:  # schedulers repeat it
             return
         received.append(number)
@@ -209,6 +214,7 @@ def _passing_signals_to(
         signal.setitimer(signal.ITIMER_REAL, grace)
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        heard.append(number)
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 

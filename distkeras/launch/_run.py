@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distkeras._launcher import ELASTIC
 from distkeras.launch import _hosts
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
 from distkeras.launch import _process
+from distkeras.launch import _restarts
 from distkeras.launch._hosts import Host
 from distkeras.launch._mpiexec import LaunchError
 
@@ -24,6 +26,8 @@ The script is then the first word that ends in .py; for another name write -- be
 it. What follows the script is the script's own.
 
 exit code: that of the first rank that failed; 2 if the ranks could not be started.
+With --elastic: 0 if those that are left ended well; where too few are left 75 after a
+checkpoint (of distkeras.callbacks.Checkpoint), else 121.
 """
 
 
@@ -61,9 +65,15 @@ def main(argv: Sequence[str]) -> int:
             f"{shlex.join(argv) or 'nothing'}. For example: distkeras run -n 2 train.py"
         )
     mpiexec = _mpiexec.find(options.mpiexec)
+    if options.min_n is not None and not options.elastic:
+        raise LaunchError("expected --elastic with --min-n")
     hosts = _chosen_hosts(options, mpiexec)
     n = default_size(hosts) if options.n == "auto" else int(options.n)
+    if options.min_n is not None and options.min_n > n:
+        raise LaunchError(f"expected --min-n of {n} or less. Received: {options.min_n}")
     added = _mpiexec.environment(mpiexec, os.environ, root=os.geteuid() == 0)
+    if options.elastic:
+        added[ELASTIC] = str(options.min_n or 1)
     environ = {**os.environ, **added}
     tagged = options.tag or options.log_dir is not None
     command = _mpiexec.command(
@@ -76,15 +86,28 @@ def main(argv: Sequence[str]) -> int:
         if hosts
         else [],
         export=_mpiexec.exported(environ),
+        elastic=options.elastic,
     )
     if options.dry_run:
         settings = [f"{name}={value}" for name, value in added.items()]
         print(shlex.join([*(["env", *settings] if settings else []), *command]))
         return 0
     _check_exists(words.program[0])
-    return _process.run(
-        command, environ, tagged=tagged, shown=options.tag, logs=options.log_dir
-    )
+
+    def run(number: int, signals: list[int]) -> int:
+        folder = options.log_dir
+        if folder is not None and number:
+            folder = folder / f"restart-{number}"
+        return _process.run(
+            command,
+            environ,
+            tagged=tagged,
+            shown=options.tag,
+            logs=folder,
+            heard=signals,
+        )
+
+    return _restarts.run_again(run, options.max_restarts)
 
 
 def _chosen_hosts(
@@ -158,6 +181,26 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
             type=Path,
             help="write the output of each rank to a file there too: rank-0.log ...",
         ),
+        add(
+            "--elastic",
+            action="store_true",
+            help="go on without ranks that are lost (killed, crashed) while "
+            "distkeras.Trainer trains; needs Open MPI 5",
+        ),
+        add(
+            "--min-n",
+            metavar="M",
+            type=_count,
+            help="with --elastic: stop when fewer ranks are left (default: 1)",
+        ),
+        add(
+            "--max-restarts",
+            metavar="R",
+            type=_count,
+            default=0,
+            help="start a job that failed again, R times at most; the script goes on "
+            "from its last checkpoint by fit(resume='auto')",
+        ),
         add("--dry-run", action="store_true", help="print the command, start nothing"),
         add(
             "--mpiexec",
@@ -179,6 +222,12 @@ def _size(word: str) -> str:
     if word == "auto" or (word.isdecimal() and int(word) > 0):
         return word
     raise argparse.ArgumentTypeError(f"expected a number from 1 up, or auto: {word!r}")
+
+
+def _count(word: str) -> int:
+    if word.isdecimal() and int(word) > 0:
+        return int(word)
+    raise argparse.ArgumentTypeError(f"expected a number from 1 up: {word!r}")
 
 
 def _sort(argv: Sequence[str], actions: Sequence[argparse.Action]) -> _Words:
