@@ -296,7 +296,9 @@ class ShardedImages(ShardedData):
         left = self._dealing.count(before, self.part.rank, self.part.size) - taken
         if self.training:
             done = 0 if start is None else start.steps
-            padding = self.num_batches - done - math.ceil(max(left, 0) / self.batch_size)
+            padding = (
+                self.num_batches - done - math.ceil(max(left, 0) / self.batch_size)
+            )
         else:
             padding = left == 0
         seed = np.random.SeedSequence((self.seed, number)).generate_state(1, "uint64")
@@ -324,9 +326,7 @@ class ShardedImages(ShardedData):
         size, classes = self._image_size, self._num_classes
         none = tf.zeros((0, size, size, 3)), tf.zeros((0, classes))
         empty = tf.data.Dataset.from_tensors(none)
-        padding = once.flat_map(
-            lambda _: empty.repeat(self._numbers[_Number.PADDING])
-        )
+        padding = once.flat_map(lambda _: empty.repeat(self._numbers[_Number.PADDING]))
         return data.concatenate(padding).prefetch(tf.data.AUTOTUNE)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -350,9 +350,7 @@ class ShardedImages(ShardedData):
             data = rest.take(self._numbers[_Number.AS_BEFORE]).concatenate(data)
         return data.skip(self._numbers[_Number.SKIPPED])
 
-    def _dealt(
-        self, before: Sequence[Stage], rank: int, size: int
-    ) -> tf.data.Dataset:
+    def _dealt(self, before: Sequence[Stage], rank: int, size: int) -> tf.data.Dataset:
         if not before:
             return self._shard(rank, size)
         *earlier, (old_size, _) = before
@@ -485,8 +483,7 @@ def _images(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
     labels = _held((files.labels or [])[rank::size], tf.int64)
     data = tf.data.Dataset.from_tensor_slices((paths, labels))
     if seed is not None:
-        count = max(files.count(rank, size), 1)
-        data = data.shuffle(count, seed, reshuffle_each_iteration=False)
+        data = _shuffled(data, max(files.count(rank, size), 1), seed)
     return data.map(
         lambda path, label: (tf.io.read_file(path), label),
         num_parallel_calls=tf.data.AUTOTUNE,
@@ -499,7 +496,7 @@ def _records(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
     data = tf.data.Dataset.from_tensor_slices(_held(paths, tf.string))
     # Where ranks share files, they read them in the same order, always.
     if seed is not None and by_file:
-        data = data.shuffle(len(paths), seed, reshuffle_each_iteration=False)
+        data = _shuffled(data, len(paths), seed)
     data = data.interleave(
         tf.data.TFRecordDataset,
         cycle_length=_READ_AT_ONCE,
@@ -511,8 +508,18 @@ def _records(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
     count = files.count(rank, size)
     data = data.apply(tf.data.experimental.assert_cardinality(count))
     if seed is not None:
-        data = data.shuffle(_SHUFFLED, seed, reshuffle_each_iteration=False)
+        data = _shuffled(data, _SHUFFLED, seed)
     return data.map(_parsed, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _shuffled(data: tf.data.Dataset, count: int, seed: Any) -> tf.data.Dataset:
+    """Shuffles by this seed alone, within a function of a pipeline."""
+    graph = tf.compat.v1.get_default_graph()
+    before, graph.seed = graph.seed, 1  # of the program: it would be added
+    try:
+        return data.shuffle(count, seed, reshuffle_each_iteration=False)
+    finally:
+        graph.seed = before
 
 
 def _held(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:

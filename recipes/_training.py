@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from typing import NoReturn
 
 import keras

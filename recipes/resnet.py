@@ -1,4 +1,4 @@
-"""Trains a ResNet on small images, on one process or many.
+r"""Trains a ResNet on small images, on one process or many.
 
 On this machine, with 1, 2 or 8 ranks (a GPU each, or a core):
 
@@ -6,13 +6,18 @@ On this machine, with 1, 2 or 8 ranks (a GPU each, or a core):
     distkeras run -n 2 -m distkeras.recipes.resnet
     distkeras run -n 8 -m distkeras.recipes.resnet --data cifar10
 
-On several machines, by the MPI launcher that they have:
+On several machines, by the MPI launcher that they have; `hosts` is a file with a line
+`node1 slots=8` for each:
 
-    mpiexec -n 16 --host node1:8,node2:8 python -m distkeras.recipes.resnet
+    mpiexec -n 16 --bind-to none --host node1:8,node2:8 \
+        python -m distkeras.recipes.resnet --data cifar10
+    mpiexec -n 256 --bind-to none --hostfile hosts python -m distkeras.recipes.resnet \
+        --data cifar10 --batch-size 4
 
 Under Slurm, with one task a GPU:
 
-    srun -N 2 --ntasks-per-node 8 --gpus-per-node 8 python -m distkeras.recipes.resnet
+    srun -N 2 --ntasks-per-node 8 --gpus-per-node 8 --cpu-bind=none \
+        python -m distkeras.recipes.resnet --data cifar10
 
 Every rank runs this script. The batch size is per rank; the learning rate is that of
 one process, and grows with the number of ranks (Goyal et al. 2017, arXiv:1706.02677).
@@ -27,7 +32,6 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import keras
 import numpy as np

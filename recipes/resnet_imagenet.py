@@ -13,16 +13,17 @@ On ImageNet, in FOLDER as TFRecords or with a folder for each class, on 8 GPUs:
 
 With 256 ranks on 32 machines, by their MPI launcher or by Slurm, one task a GPU:
 
-    mpiexec -n 256 --hostfile hosts python -m distkeras.recipes.resnet_imagenet \
+    mpiexec -n 256 --bind-to none --hostfile hosts \
+        python -m distkeras.recipes.resnet_imagenet \
         --data imagenet --data-dir FOLDER --precision mixed_bfloat16
-    srun -N 32 --ntasks-per-node 8 --gpus-per-node 8 \
+    srun -N 32 --ntasks-per-node 8 --gpus-per-node 8 --cpu-bind=none \
         python -m distkeras.recipes.resnet_imagenet \
         --data imagenet --data-dir FOLDER --precision mixed_bfloat16
 
 SGD is known to take batches up to 8192: 32 images, the default, on each of 256 ranks.
 For more there is LARS (You et al. 2017, arXiv:1708.03888):
 
-    srun -N 32 --ntasks-per-node 8 --gpus-per-node 8 \
+    srun -N 32 --ntasks-per-node 8 --gpus-per-node 8 --cpu-bind=none \
         python -m distkeras.recipes.resnet_imagenet \
         --data imagenet --data-dir FOLDER --batch-size 256 --optimizer lars
 
@@ -39,10 +40,8 @@ keeps checkpoints too, and the same command goes on where it was interrupted.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras

@@ -1,10 +1,14 @@
 """The recipes' commands, as their README and docstrings print them, and that they run.
 
-All are read, and their options checked. By default those that take seconds run, with
-`--steps 2`; `python -m pytest -m soak tests/test_recipe_commands.py` runs all others:
-with files of the same format in FOLDER, small images, and at most 2 ranks.
+All are read: their options are checked, and their launchers asked what they would
+start. By default those that take seconds run, with `--steps 2`;
+`python -m pytest -m soak tests/test_recipe_commands.py` runs all others: with files of
+the same format in FOLDER, small images, and at most 3 ranks.
 """
 
+from __future__ import annotations
+
+import argparse
 import importlib
 import os
 import re
@@ -15,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi_runtimes import open_mpi
 from test_recipes import write_cifar10
 from test_recipes import write_cifar100
 
 from distkeras import recipes
+from distkeras.launch import _cli
 from distkeras.recipes import _samples
 from distkeras.recipes import evidence
 from distkeras.recipes import resnet
@@ -28,9 +34,9 @@ FOLDER = Path(recipes.__path__[0])
 _LAUNCHERS = ("python", "distkeras", "mpiexec", "srun")
 _SHORT = (
     "python -m distkeras.recipes.resnet",
-    "distkeras run -n 2 -m distkeras.recipes.resnet_imagenet",
+    "python -m distkeras.recipes.resnet_imagenet",
 )
-_LONGEST = 2
+_MOST = 3
 
 
 def commands_in(text: str) -> list[str]:
@@ -51,21 +57,41 @@ def all_commands() -> list[str]:
     return list(dict.fromkeys(line for text in texts for line in commands_in(text)))
 
 
-def options_of(command: str) -> tuple[str, list[str], int]:
-    """Returns the module that a command starts, its words, and the number of ranks."""
+def parts_of(command: str) -> tuple[list[str], str, list[str]]:
+    """Returns what starts a module, the module, and its words."""
     words = shlex.split(command)
     at = next(i for i, word in enumerate(words) if word.startswith("distkeras.recipes"))
-    launcher = words[:at]
-    ranks = int(launcher[launcher.index("-n") + 1]) if "-n" in launcher else 1
-    return words[at], words[at + 1 :], ranks if launcher[0] != "srun" else 2
+    return words[: at - 1], words[at], words[at + 1 :]
+
+
+def ranks_of(command: str) -> int:
+    """Returns the number of ranks that a command asks for."""
+    launcher, _, _ = parts_of(command)
+    if launcher[0] == "srun":
+        options = srun_options(launcher)
+        return options.nodes * options.ntasks_per_node
+    return int(launcher[launcher.index("-n") + 1]) if "-n" in launcher else 1
+
+
+def srun_options(launcher: list[str]) -> argparse.Namespace:
+    """Reads the options of Slurm's launcher, as its manual has them."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("-N", "--nodes", type=int, required=True)
+    add("--ntasks-per-node", type=int, required=True)
+    add("--gpus-per-node", type=int, required=True)
+    add("--cpu-bind", choices=["none"], required=True)
+    add("program", choices=["python"])
+    return parser.parse_args(launcher[1:])
 
 
 def run(command: str, cwd: Path, more: list[str]) -> str:
-    """Runs a command on this machine, on 2 ranks at most, and returns what it said."""
-    module, words, ranks = options_of(command)
+    """Runs a command on this machine, on 3 ranks at most, and returns what it said."""
+    _, module, words = parts_of(command)
     launcher = [sys.executable]
     if not command.startswith("python"):
-        launcher += ["-m", "distkeras", "run", "-n", str(min(ranks, _LONGEST))]
+        ranks = str(min(ranks_of(command), _MOST))
+        launcher += ["-m", "distkeras", "run", "-n", ranks]
     answer = subprocess.run(
         [*launcher, "-m", module, *words, *more],
         capture_output=True,
@@ -86,31 +112,69 @@ def test_the_commands_are_found() -> None:
     launchers = {command.split()[0] for command in commands}
     assert launchers == set(_LAUNCHERS)
     assert not [command for command in commands if "\\" in command]
+    for module in (resnet, resnet_imagenet):
+        mine = commands_in(str(module.__doc__))
+        assert {1, 2, 8, 256} <= {ranks_of(command) for command in mine}
+        assert any(command.startswith("srun ") for command in mine)
 
 
 @pytest.mark.parametrize("command", all_commands())
 def test_their_options_are_known(command: str) -> None:
-    module, words, _ = options_of(command)
+    _, module, words = parts_of(command)
     if module != "distkeras.recipes.evidence":
         args = importlib.import_module(module).parse(words)
         assert args.steps is None
 
 
 @pytest.mark.launches
+@pytest.mark.parametrize(
+    "command", [c for c in all_commands() if not c.startswith("python ")]
+)
+def test_their_launchers_would_start_them(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many ranks as are said, each with the recipe's words."""
+    launcher, module, words = parts_of(command)
+    ranks = ranks_of(command)
+    if launcher[0] == "srun":
+        assert srun_options(launcher).gpus_per_node == 8
+        assert ranks in (16, 256)
+        return
+    if launcher[0] == "distkeras":
+        assert launcher[1] == "run"
+        started = ["--dry-run", *launcher[2:], "-m", module, *words]
+        assert _cli.main(["run", *started]) == 0
+        said = shlex.split(capsys.readouterr().out)
+        assert said[-len(words) - 2 :] == ["-m", module, *words]
+        assert said[said.index("-n") + 1] == str(ranks)
+        return
+    # Open MPI maps the ranks, and shows where they would run.
+    nodes = [f"node{number} slots=8" for number in range(32)]
+    (tmp_path / "hosts").write_text("\n".join(nodes))
+    runtime = open_mpi()
+    show = ["--runtime-options", "donotlaunch", "--display", "map"]
+    answer = subprocess.run(
+        [runtime.command[0], *show, *launcher[1:], "-m", module, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **runtime.environ},
+        timeout=60,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("Data for proc: ") == ranks, answer.stdout
+
+
+@pytest.mark.launches
 @pytest.mark.tensorflow
-@pytest.mark.timeout(300)  # 20 s where two cores are free
+@pytest.mark.timeout(300)  # 10 s where two cores are free
 @pytest.mark.parametrize("command", _SHORT)
 def test_short_commands_run(tmp_path: Path, command: str) -> None:
-    more = ["--steps", "2", "--output", "out"]
-    said = run(command, tmp_path, more)
+    said = run(command, tmp_path, ["--steps", "2", "--output", "out"])
     (last,) = re.findall(r"^ResNet-.*$", said, re.MULTILINE)
-    _, _, ranks = options_of(command)
-    if ranks > 1:
-        (wait,) = re.findall(r"trained: .* data wait .* ms \((\d+)%\)", said)
-        assert int(wait) < 10
-    assert f"ranks: {ranks}" in last
+    assert "ranks: 1" in last
     config = (tmp_path / "out/config.toml").read_text()
-    assert config.startswith(f"# ranks: {ranks}, ")
+    assert config.startswith("# ranks: 1, ")
     assert "seed = 0\n" in config
     assert (tmp_path / "out/best.keras").is_file()
 
@@ -121,7 +185,7 @@ def test_short_commands_run(tmp_path: Path, command: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", sorted(set(all_commands()) - set(_SHORT)))
 def test_long_commands_run_for_two_steps(tmp_path: Path, command: str) -> None:
-    module, words, _ = options_of(command)
+    _, module, words = parts_of(command)
     more: list[Any] = ["--steps", 2]
     if module == "distkeras.recipes.evidence":
         (tmp_path / "recipes").mkdir()
@@ -134,9 +198,24 @@ def test_long_commands_run_for_two_steps(tmp_path: Path, command: str) -> None:
         _samples.make(tmp_path / "FOLDER", "folders")
         more += ["--image-size", 32]
     elif "cifar10" in words:
-        write_cifar10(tmp_path / "FOLDER")
+        write_cifar10(tmp_path / "FOLDER", count=200)
         more += ["--data-dir", "FOLDER"]
     elif "cifar100" in words:
-        write_cifar100(tmp_path / "FOLDER")
+        write_cifar100(tmp_path / "FOLDER", count=1000)
     said = run(command, tmp_path, list(map(str, more)))
-    assert len(re.findall(r"^ResNet-.* time: ", said, re.MULTILINE)) == 1
+    (ranks,) = re.findall(r"^ResNet-.*, ranks: (\d+), ", said, re.MULTILINE)
+    assert int(ranks) == min(ranks_of(command), _MOST)
+
+
+@pytest.mark.launches
+@pytest.mark.soak
+@pytest.mark.tensorflow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("files", ["tfrecords", "folders"])
+def test_three_ranks_hardly_wait_for_images(tmp_path: Path, files: str) -> None:
+    """The whole of the README's command; under a tenth of a step, where it is quiet."""
+    command = "distkeras run -n 3 -m distkeras.recipes.resnet_imagenet --files " + files
+    assert command in all_commands()
+    said = run(command, tmp_path, [])
+    (wait,) = re.findall(r"trained: .* data wait .* ms \((\d+)%\)", said)
+    assert int(wait) < 10

@@ -1,5 +1,6 @@
 """The recipes' ResNets: published sizes, shapes, and the structure of their blocks."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,12 @@ def _float32() -> Iterator[None]:
     yield
     keras.config.set_dtype_policy(before)
     keras.utils.clear_session()
+
+
+@functools.cache
+def large(depth: int) -> keras.Model:
+    """A model for 1000 classes, built once."""
+    return models.resnet(depth, input_shape=(64, 64, 3))
 
 
 def count(model: keras.Model) -> int:
@@ -35,7 +42,10 @@ def strides(model: keras.Model) -> dict[str, int]:
 # In millions, as published: He et al. 2015, table 6.
 @pytest.mark.parametrize(
     ("depth", "millions"),
-    [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85), (110, 1.7)],
+    [
+        *((20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85)),
+        pytest.param(110, 1.7, marks=pytest.mark.soak),
+    ],
 )
 def test_small_sizes_are_the_published_ones(depth: int, millions: float) -> None:
     model = models.resnet_small(depth)
@@ -52,12 +62,12 @@ def test_small_sizes_are_the_published_ones(depth: int, millions: float) -> None
         (18, 11_689_512),
         (34, 21_797_672),
         (50, 25_557_032),
-        (101, 44_549_160),
-        (152, 60_192_808),
+        pytest.param(101, 44_549_160, marks=pytest.mark.soak),
+        pytest.param(152, 60_192_808, marks=pytest.mark.soak),
     ],
 )
 def test_large_sizes_are_the_published_ones(depth: int, weights: int) -> None:
-    model = models.resnet(depth)
+    model = large(depth)
     assert count(model) == weights
     kinds = (keras.layers.Conv2D, keras.layers.Dense)
     weighted = [layer for layer in model.layers if isinstance(layer, kinds)]
@@ -90,7 +100,7 @@ def test_small_shortcuts_have_no_weights() -> None:
 
 
 def test_bottlenecks_have_their_stride_in_the_3x3() -> None:
-    model = models.resnet(50, input_shape=(64, 64, 3))
+    model = large(50)
     assert strides(model) == {
         "conv1_conv": 2,
         **{f"conv{n}_block1_{part}_conv": 2 for n in (3, 4, 5) for part in (0, 2)},
@@ -105,7 +115,7 @@ def test_bottlenecks_have_their_stride_in_the_3x3() -> None:
 
 @pytest.mark.parametrize(("depth", "last"), [(18, 2), (50, 3)])
 def test_large_blocks_start_as_identities(depth: int, last: int) -> None:
-    model = models.resnet(depth, input_shape=(32, 32, 3), num_classes=10)
+    model = large(depth)
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
             zero = "block" in layer.name and layer.name.endswith(f"_{last}_bn")
