@@ -10,7 +10,9 @@ from typing import Any
 import keras
 
 from distkeras._logging import LOGGER
+from distkeras.backends._optimizers import updates
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import GradientExchange
 
 # From where on waiting for data is worth a warning: a share of the step, and seconds.
@@ -42,18 +44,32 @@ class Figures:
     bytes_sent: float
     slowest_rank: int
 
-    @property
-    def line(self) -> str:
-        """The figures in words."""
+    def line(self, size: int) -> str:
+        """Returns the figures in words.
+
+        What the ranks would do together if none had to exchange or to wait is taken
+        for the number of ranks times what one does alone.
+
+        Args:
+            size: number of ranks.
+        """
 
         def share(ms: float) -> str:
             return f"{ms:.2f} ms ({ms / self.step_ms:.0%})" if self.step_ms else "0 ms"
 
+        pace = f"{self.step_ms:.2f} ms a step"
+        if self.samples_per_second:
+            pace = f"{self.samples_per_second:.4g} samples/s, {pace}"
+        if size == 1:
+            return pace
+        lost = self.exchange_ms + self.waiting_ms
+        alone = max(self.step_ms - lost, 0.0) / self.step_ms if self.step_ms else 1.0
         return (
-            f"{self.samples_per_second:.4g} samples/s, {self.step_ms:.2f} ms a step: "
+            f"{pace}: "
             f"exchange {share(self.exchange_ms)} of {self.bytes_sent / 1e6:.3g} MB, "
             f"waiting for rank {self.slowest_rank} {share(self.waiting_ms)}, "
-            f"data wait {share(self.data_wait_ms)}"
+            f"data wait {share(self.data_wait_ms)}; "
+            f"about {size * alone:.2f} x one rank that trains alone"
         )
 
 
@@ -94,39 +110,39 @@ def figures(ranks: Sequence[_Sums]) -> Figures | None:
 
 
 class FigureKeeper(keras.callbacks.Callback):
-    """Logs the figures at the end of training, and gives each epoch's to TensorBoard.
+    """Logs the figures at the end of training, and keeps those of epochs.
 
-    The first step of training is left out, in which TensorFlow traces.
+    The first step of training is left out, in which TensorFlow traces. It must come
+    before callbacks that read what it keeps.
 
     Args:
         communicator: the ranks.
         exchange: what they exchange gradients by.
-        boards: the TensorBoard callbacks of this rank; they must come after this one.
 
     Attributes:
-        epochs: the figures of each epoch, on rank 0.
+        newest: the figures of the newest epoch, on rank 0.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        exchange: GradientExchange,
-        boards: Sequence[keras.callbacks.TensorBoard] = (),
-    ) -> None:
+    def __init__(self, communicator: Communicator, exchange: GradientExchange) -> None:
         super().__init__()
         self._communicator = communicator
         self._exchange = exchange
-        self._boards = boards
+        self._fit_began = 0.0
         self._seconds = 0.0
         self._began = 0.0
         self._start: _Sums | None = None
         self._epoch_start: _Sums | None = None
-        self.epochs: list[Figures | None] = []
+        self._interval_start: _Sums | None = None
+        self.newest: Figures | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes the time."""
+        self._fit_began = time.perf_counter()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the sums stand."""
         self._began = time.perf_counter()
-        self._epoch_start = self._now()
+        self._epoch_start = self._interval_start = self._now()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -136,24 +152,29 @@ class FigureKeeper(keras.callbacks.Callback):
         self._seconds += now - self._began
         self._began = now
         if self._start is None:
-            self._start = self._epoch_start = self._now()
+            self._start = self._epoch_start = self._interval_start = self._now()
+
+    def interval(self) -> Figures | None:
+        """Returns the figures since the last call, or since the epoch began.
+
+        Collective; None on other ranks than 0, and where there was no step.
+        """
+        found = self._gather(self._interval_start)
+        self._interval_start = self._now()
+        return found
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Gathers the epoch's sums; collective."""
-        found = self._gather(self._epoch_start)
-        if self._communicator.rank != 0:
-            return
-        self.epochs.append(found)
-        if found is not None:
-            for board in self._boards:
-                _write(board, found, epoch)
+        self.newest = self._gather(self._epoch_start)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Says what training took; collective."""
+        took = time.perf_counter() - self._fit_began
         found = self._gather(self._start)
-        if self._communicator.rank != 0 or found is None:
+        if found is None:
             return
-        LOGGER.info(f"trained: {found.line}")
+        size = self._communicator.size
+        LOGGER.info(f"trained for {took:.1f} s: {found.line(size)}")
         waits = found.data_wait_ms > _NOTEWORTHY * found.step_ms
         if waits and self._seconds > _LONG_ENOUGH:
             LOGGER.warning(
@@ -164,8 +185,8 @@ class FigureKeeper(keras.callbacks.Callback):
 
     def _gather(self, start: _Sums | None) -> Figures | None:
         now = self._now()
-        mine = now - (start or now)
-        return figures(self._communicator.allgather_object(mine))
+        ranks = self._communicator.gather_object(now - (start or now))
+        return None if ranks is None else figures(ranks)
 
     def _now(self) -> _Sums:
         clock, counters = self._exchange.clock, self._exchange.counters
@@ -179,8 +200,62 @@ class FigureKeeper(keras.callbacks.Callback):
         )
 
 
-def _write(board: keras.callbacks.TensorBoard, found: Figures, epoch: int) -> None:
-    """Writes figures beside Keras' scalars; private to Keras, and all here."""
-    with board._train_writer.as_default():
-        for name, value in dataclasses.asdict(found).items():
-            board.summary.scalar(f"distkeras/{name}", value, step=epoch)
+class LoneFigureKeeper(FigureKeeper):
+    """The same for one process that trains by Keras' own step, without an exchange.
+
+    It looks at no batches, which Keras may then do ahead: steps are the optimizer's
+    updates, and examples those that Keras' loss of the epoch is the mean of. The first
+    epoch, in which TensorFlow traces, is left out where others follow.
+    """
+
+    def __init__(self) -> None:
+        communicator = SingleCommunicator()
+        super().__init__(communicator, GradientExchange(communicator))
+        self._examples = 0.0
+        self._epochs = 0
+        self._running = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes where the sums stand; Keras has reset its loss."""
+        self._running = True
+        super().on_epoch_begin(epoch, logs)
+        if self._epochs < 2:
+            self._start = self._epoch_start
+        self._epochs += 1
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Does nothing."""
+
+    on_train_batch_end._is_default = True  # type: ignore[attr-defined]
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the epoch's sums before validation, which resets the loss."""
+        self._settle()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the epoch's sums, if there was no validation."""
+        self._settle()
+        super().on_epoch_end(epoch, logs)
+
+    def _settle(self) -> None:
+        now = self._now()
+        self._seconds, self._examples = now.seconds, now.examples
+        self._running = False
+
+    def _now(self) -> _Sums:
+        seconds, examples = self._seconds, self._examples
+        tracker = getattr(self.model, "_loss_tracker", None)
+        if self._running:
+            seconds += time.perf_counter() - self._began
+            examples += 0.0 if tracker is None else float(tracker.count)
+        optimizer = self.model.optimizer
+        return _Sums(
+            seconds=seconds,
+            exchanging=0.0,
+            data=0.0,
+            steps=0 if optimizer is None else updates(optimizer),
+            bytes=0,
+            examples=examples,
+        )

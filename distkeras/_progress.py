@@ -52,32 +52,45 @@ class GlobalProgress(keras.callbacks.Callback):
         if not self._shown:
             return
         if self._batches % self._every == 0:
-            self._refresh()
+            self._values = global_results(self.model, self._communicator) or {}
         self._batches += 1
         if logs is not None:
             logs.update({k: v for k, v in self._values.items() if k in logs})
 
-    def _refresh(self) -> None:
-        entries = _entries(self.model.metrics)
-        arrays = [keras.ops.convert_to_numpy(e.variable.value) for e in entries]
-        if sum(array.size for array in arrays) > _MOST_ELEMENTS:
-            return
-        flat = [np.asarray(array, "float64").reshape(-1) for array in arrays]
-        gathered = self._communicator.allgather(np.concatenate([*flat, np.empty(0)]))
-        if self._communicator.rank == 0:
-            ends = np.cumsum([array.size for array in arrays])[:-1]
-            parts = [np.split(theirs, ends) for theirs in gathered]
-            pairs = [
-                (entry.variable, _combined(entry, [part[i] for part in parts]))
-                for i, entry in enumerate(entries)
-            ]
-            with keras.StatelessScope(state_mapping=pairs):
-                results = self.model.get_metrics_result()
-            self._values = {
-                name: float(value)
-                for name, value in results.items()
-                if not keras.ops.shape(value)
-            }
+
+def global_results(
+    model: keras.Model, communicator: Communicator
+) -> dict[str, Any] | None:
+    """Returns the metrics of all ranks' examples so far, on rank 0; collective.
+
+    Args:
+        model: with the same metrics on every rank.
+        communicator: the ranks.
+
+    Returns:
+        None on other ranks, and where the states are too large to travel often.
+    """
+    entries = _entries(model.metrics)
+    arrays = [keras.ops.convert_to_numpy(e.variable.value) for e in entries]
+    if sum(array.size for array in arrays) > _MOST_ELEMENTS:
+        return None
+    flat = [np.asarray(array, "float64").reshape(-1) for array in arrays]
+    gathered = communicator.gather_object(np.concatenate([*flat, np.empty(0)]))
+    if gathered is None:
+        return None
+    ends = np.cumsum([array.size for array in arrays])[:-1]
+    parts = [np.split(theirs, ends) for theirs in gathered]
+    pairs = [
+        (entry.variable, _combined(entry, [part[i] for part in parts]))
+        for i, entry in enumerate(entries)
+    ]
+    with keras.StatelessScope(state_mapping=pairs):
+        results = model.get_metrics_result()
+    return {
+        name: float(value)
+        for name, value in results.items()
+        if not keras.ops.shape(value)
+    }
 
 
 def _combined(entry: Any, states: list[np.ndarray]) -> Any:

@@ -16,9 +16,11 @@ from typing import Any
 import keras
 
 from distkeras import backends
+from distkeras._boards import Boards
 from distkeras._consensus import arrange_callbacks
 from distkeras._consensus import filter_callbacks
 from distkeras._figures import FigureKeeper
+from distkeras._figures import LoneFigureKeeper
 from distkeras._learning_rate import warms_up
 from distkeras._metrics import exact_metrics
 from distkeras._metrics import plain_metrics
@@ -31,6 +33,7 @@ from distkeras._timeline import Timeline
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
@@ -44,6 +47,7 @@ class Functions:
     train: Any
     test: Any
     state: tuple[Any, ...]
+    norm: backends.Norm | None
 
 
 class Session:
@@ -110,11 +114,16 @@ class Session:
             undistribute(self._model.optimizer)
         backends.current().build(self._model, data)
 
-    def prepare(self, data: Any) -> None:
+    def prepare(
+        self, data: Any, callbacks: Sequence[keras.callbacks.Callback] = ()
+    ) -> None:
         """Makes the functions, unless nothing that they depend on has changed.
+
+        Collective.
 
         Args:
             data: the sharded training data; `build` has seen it.
+            callbacks: the user's. TensorBoard is given the norm of the gradients.
         """
         model = self._model
         if not model.trainable_variables:
@@ -123,7 +132,10 @@ class Session:
                 "are frozen; there is nothing to train."
             )
         backend = backends.current()
-        state = _state(model, uneven=data.may_be_empty)
+        before = self.functions
+        normed = bool(_boards(callbacks)) or (before and before.norm) is not None
+        normed = self._communicator.broadcast_object(normed)
+        state = _state(model, uneven=data.may_be_empty, normed=normed)
         if self.functions is not None:
             if self.functions.state == state:
                 return
@@ -133,11 +145,13 @@ class Session:
             self._communicator, bucket_bytes=self._bucket_bytes, wire=wire
         )
         graph = backend.exchange(exchange)
+        graph.norm = backend.gradient_norm() if normed else None
         self.functions = Functions(
             exchange=exchange,
             train=backend.train_function(model, graph, uneven=data.may_be_empty),
             test=backend.test_function(model),
             state=state,
+            norm=graph.norm,
         )
 
     def close(self) -> None:
@@ -176,15 +190,17 @@ class Session:
         )
         users = arrange_callbacks(callbacks, self._communicator, functions.exchange)
         going_on.exchange_by(functions.exchange)
-        boards = [c for c in users if isinstance(c, keras.callbacks.TensorBoard)]
+        keeper = FigureKeeper(self._communicator, functions.exchange)
+        boards = Boards(self._communicator, _boards(users), keeper, functions.norm)
         arranged = [
             BroadcastVariables(communicator=self._communicator),
             *going_on.early,
             Order(data),
-            FigureKeeper(self._communicator, functions.exchange, boards),
+            keeper,
+            boards,
             *([check] if self._check_replicas else []),
             *self._timelines(functions.exchange),
-            *users,
+            *boards.arranged(users),
             *going_on.late,
             GlobalProgress(self._communicator, shown=bar, steps=data.num_batches),
         ]
@@ -218,14 +234,45 @@ class Session:
         """
         model = self._model
         users = filter_callbacks(callbacks, 0)
-        model.make_train_function()
-        stock = model.train_function
-        model.train_function = going_on.train_function(stock)
-        try:
-            with going_on.active():
-                yield [*going_on.early, Order(data), *users, *going_on.late]
-        finally:
-            model.train_function = stock
+        with going_on.active(), self.figuring_alone(users) as figuring:
+            model.make_train_function()
+            stock = model.train_function
+            model.train_function = going_on.train_function(stock)
+            try:
+                yield [*going_on.early, Order(data), *figuring, *going_on.late]
+            finally:
+                model.train_function = stock
+
+    @contextlib.contextmanager
+    def figuring_alone(
+        self, callbacks: Sequence[keras.callbacks.Callback]
+    ) -> Iterator[list[keras.callbacks.Callback]]:
+        """While inside, one process trains by Keras' own step and says what it took.
+
+        Where there is a TensorBoard callback the step is traced anew, with the norm of
+        the gradients.
+
+        Args:
+            callbacks: the user's.
+
+        Yields:
+            The callbacks, with those that keep figures.
+        """
+        model = self._model
+        keeper = LoneFigureKeeper()
+        found, norm = _boards(callbacks), None
+        with contextlib.ExitStack() as stack:
+            optimizer = getattr(model, "optimizer", None)
+            if found and optimizer is not None and backends.is_supported():
+                norm = backends.current().gradient_norm()
+                stack.enter_context(norm.noted_by(optimizer))
+                stack.callback(setattr, model, "train_function", None)
+                model.train_function = None
+            if not found:
+                yield [keeper, *callbacks]
+                return
+            boards = Boards(SingleCommunicator(), found, keeper, norm)
+            yield [keeper, boards, *boards.arranged(callbacks)]
 
     def _timelines(self, exchange: GradientExchange) -> list[keras.callbacks.Callback]:
         if self._timeline is None:
@@ -305,6 +352,12 @@ class Order(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Passes the number on."""
         self._data.set_epoch(epoch)
+
+
+def _boards(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[keras.callbacks.TensorBoard]:
+    return [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
 
 
 def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:

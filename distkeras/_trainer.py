@@ -249,24 +249,25 @@ class Trainer:
         commits = self.commits
         if alone and resume is None and not (commits or find_checkpoint(callbacks)):
             self._report_single()
-            return self.model.fit(
-                x,
-                y,
-                batch_size=batch_size or global_batch_size,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=callbacks,
-                validation_split=validation_split,
-                validation_data=validation_data,
-                shuffle=shuffle,
-                class_weight=class_weight,
-                sample_weight=sample_weight,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size,
-                validation_freq=validation_freq,
-            )
+            with self._session.figuring_alone(callbacks) as figuring:
+                return self.model.fit(
+                    x,
+                    y,
+                    batch_size=batch_size or global_batch_size,
+                    epochs=epochs,
+                    verbose=verbose,
+                    callbacks=figuring,
+                    validation_split=validation_split,
+                    validation_data=validation_data,
+                    shuffle=shuffle,
+                    class_weight=class_weight,
+                    sample_weight=sample_weight,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_batch_size=validation_batch_size,
+                    validation_freq=validation_freq,
+                )
         self._agree_on(
             "fit",
             callbacks,
@@ -355,7 +356,7 @@ class Trainer:
         if alone:
             training = self._session.training_alone(data, callbacks, going_on=going_on)
         else:
-            self._session.prepare(data)
+            self._session.prepare(data, callbacks)
             if not self._reported:
                 self._report(data)
                 self._reported = True

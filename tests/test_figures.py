@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from equivalence import trainer
 from distkeras._figures import _Sums
 from distkeras._figures import figures
 from distkeras.communicators import Communicator
+from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import StepClock
 
 
@@ -84,8 +86,12 @@ def test_what_training_took(
         run.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[board])
     logger.propagate = propagates
     said = [r.getMessage() for r in caplog.records]
-    said = [text for text in said if text.startswith("trained: ")]
+    said = [text for text in said if text.startswith("trained for ")]
     assert len(said) == (world.rank == 0)
+    for text in said:
+        assert re.match(r"trained for \d+\.\d s: \S+ samples/s, \S+ ms a step: ", text)
+        assert re.search(r"exchange \S+ ms \(\d+%\) of \S+ MB, waiting for rank", text)
+        assert re.search(r"data wait \S+ ms \(\d+%\); about \S+ x one rank", text)
     assert run.exchange is not None
     assert run.exchange.counters.examples == 2 * len(x)
     assert run.exchange.clock.steps == 12
@@ -124,5 +130,88 @@ def written(folder: Path) -> dict[str, list[tuple[int, float]]]:
             for e in events.Tensors(tag)
         ]
         for tag in events.Tags()["tensors"]
-        if tag.startswith("distkeras/")
+        if tag != "keras"  # the model
     }
+
+
+@pytest.mark.dealt
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": {"global_clipnorm": 1e-3}},
+        {"steps_per_execution": 2, "optimizer": {"gradient_accumulation_steps": 2}},
+    ],
+    ids=["clipped", "accumulated"],
+)
+def test_board_has_the_values_of_all_ranks(
+    world: Communicator, tmp_path_shared: Path, options: dict[str, Any]
+) -> None:
+    """By epoch and by step, those of one process with the global batch."""
+    pytest.importorskip("tensorboard")
+    optimizer = options.pop("optimizer", {})
+    x, y = samples(24 * world.size - 1)
+
+    class Seen(keras.callbacks.Callback):
+        """What callbacks after the board see: this rank's."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.logs = dict(logs)
+
+    def train(folder: Path, communicator: Communicator) -> Seen:
+        model = build(lambda: sgd(**optimizer), **options)
+        board = keras.callbacks.TensorBoard(folder, update_freq=2)
+        trainer(model, communicator=communicator).fit(
+            x,
+            y,
+            batch_size=4 * world.size // communicator.size,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x[:9], y[:9]),
+            callbacks=[board, seen := Seen()],
+        )
+        return seen
+
+    seen = train(tmp_path_shared / "all", world)
+    losses = {logs["loss"] for logs in world.allgather_object(seen.logs)}
+    assert len(losses) == world.size
+    if world.rank > 0:
+        return
+    assert [p.name for p in tmp_path_shared.iterdir()] == ["all"]
+    assert {p.name for p in (tmp_path_shared / "all").iterdir()} == {
+        "train",
+        "validation",
+    }
+    train(tmp_path_shared / "one", SingleCommunicator())
+    found = written(tmp_path_shared / "all" / "train")
+    expected = written(tmp_path_shared / "one" / "train")
+    executions = [2, 4, 6] if options else [2, 4, 6, 8, 10, 12]
+    same = ("loss", "accuracy", "learning_rate", "gradient_norm")
+    for name in same[2:]:
+        assert [step for step, _ in found[f"distkeras/{name}"]] == [0, 1]
+    for name in same:
+        begin = "batch_" if name in same[:2] else "distkeras/batch_"
+        for tag in (f"{begin}{name}", f"distkeras/{name}"):
+            if tag not in ("distkeras/loss", "distkeras/accuracy"):
+                np.testing.assert_allclose(found[tag], expected[tag], rtol=1e-5)
+        assert [step for step, _ in found[f"{begin}{name}"]] == executions
+    for name in ("samples_per_second", "step_ms", "exchange_ms", "slowest_rank"):
+        for scalars in (found, expected):
+            steps = [step for step, _ in scalars[f"distkeras/batch_{name}"]]
+            assert steps == executions
+            assert [step for step, _ in scalars[f"distkeras/{name}"]] == [0, 1]
+    assert all(value > 0 for _, value in expected["distkeras/samples_per_second"])
+
+
+def test_one_process_says_what_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = samples(40)
+    model = build(sgd)
+    with caplog.at_level(logging.INFO, logger="distkeras"):
+        logger = logging.getLogger("distkeras")
+        propagates, logger.propagate = logger.propagate, True
+        run = trainer(model, communicator=SingleCommunicator())
+        run.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=(x, y))
+        logger.propagate = propagates
+    (said,) = [m for m in caplog.messages if m.startswith("trained for ")]
+    pace, step = re.search(r"s: (\S+) samples/s, (\S+) ms a step$", said).groups()
+    assert float(pace) * float(step) == pytest.approx(4000, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -24,6 +25,19 @@ class Snapshot(Protocol):
 
     def restore(self) -> None:
         """Puts it back."""
+
+
+class Norm(Protocol):
+    """The norm of the gradients of the newest update."""
+
+    @property
+    def value(self) -> float:
+        """NaN before the first one."""
+
+    def noted_by(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> contextlib.AbstractContextManager[None]:
+        """While inside, functions that are traced note what `apply` is handed."""
 
 
 class Backend(Protocol):
@@ -50,11 +64,19 @@ class Backend(Protocol):
     def first_batches(self, iterator: Any, count: int) -> Any:
         """Returns an iterator over batches taken from what a step is called with."""
 
+    def gradient_norm(self) -> Norm:
+        """Returns what an exchange, or an optimizer, notes the norm of gradients in."""
+
     def snapshot(self, variables: Sequence[Any]) -> Snapshot:
         """Returns room for a copy of variables where they lie."""
 
     def read_variables(self, variables: Iterable[Any]) -> list[np.ndarray]:
         """Returns copies of variables in host memory."""
+
+
+def is_supported() -> bool:
+    """Returns whether `current` has an implementation."""
+    return keras.backend.backend() in _IMPLEMENTATIONS
 
 
 def current() -> Backend:

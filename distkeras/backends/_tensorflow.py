@@ -3,6 +3,7 @@
 from distkeras.backends._tensorflow_build import build
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 from distkeras.backends._tensorflow_iterator import first_batches
+from distkeras.backends._tensorflow_norm import GradientNorm
 from distkeras.backends._tensorflow_read import read_variables
 from distkeras.backends._tensorflow_snapshot import Snapshot
 from distkeras.backends._tensorflow_step import find_optimizers
@@ -14,12 +15,14 @@ exchange = TensorFlowExchange
 train_function = make_train_function
 test_function = make_test_function
 snapshot = Snapshot
+gradient_norm = GradientNorm
 
 __all__ = [
     "build",
     "exchange",
     "find_optimizers",
     "first_batches",
+    "gradient_norm",
     "overrides_train_step",
     "read_variables",
     "snapshot",

@@ -23,6 +23,7 @@ from distkeras.backends._optimizers import gradient_scale
 from distkeras.backends._optimizers import indifferent_to_duplicates
 from distkeras.backends._tensorflow_device import DeviceHandOver
 from distkeras.backends._tensorflow_device import allreduce_on_device
+from distkeras.backends._tensorflow_norm import GradientNorm
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
@@ -42,6 +43,7 @@ class TensorFlowExchange:
     Attributes:
         examples: how many examples the gradients that are reduced next average, a
             scalar tensor; None counts every rank alike.
+        norm: where the norm of reduced gradients is noted, if it is.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class TensorFlowExchange:
                 "Received: error_feedback=True"
             )
         self._hand_over = hand_over
+        self.norm: GradientNorm | None = None
         self.examples: tf.Tensor | None = None
         self._arrived: tf.Tensor | None = None
 
@@ -136,6 +139,8 @@ class TensorFlowExchange:
         result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
+        if self.norm is not None:
+            self.norm.note(optimizer, result, variables, examples)
         return result, examples
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
