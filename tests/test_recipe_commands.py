@@ -217,5 +217,5 @@ def test_three_ranks_hardly_wait_for_images(tmp_path: Path, files: str) -> None:
     command = "distkeras run -n 3 -m distkeras.recipes.resnet_imagenet --files " + files
     assert command in all_commands()
     said = run(command, tmp_path, [])
-    (wait,) = re.findall(r"trained: .* data wait .* ms \((\d+)%\)", said)
+    (wait,) = re.findall(r"trained for .* data wait .* ms \((\d+)%\)", said)
     assert int(wait) < 10

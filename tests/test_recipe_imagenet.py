@@ -352,7 +352,7 @@ def test_a_slow_pipeline_is_named(
     with caplog.at_level(logging.INFO, logger="distkeras"):
         train(found["folders", "train"], communicator=world)
     if world.rank == 0:
-        (line,) = re.findall(r"trained: .*data wait [\d.]+ ms \((\d+)%\)", caplog.text)
+        (line,) = re.findall(r"trained for .*data wait [\d.]+ ms \((\d+)%\)", caplog.text)
         assert int(line) > 20
         assert "The input pipeline is slower than the training step" in caplog.text
 
