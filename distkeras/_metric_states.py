@@ -8,11 +8,10 @@ import keras
 import numpy as np
 
 from distkeras import backends
+from distkeras._metrics import OPERATIONS
 from distkeras._metrics import _entries
 from distkeras.communicators import Communicator
 from distkeras.communicators import Op
-
-_OPERATIONS: dict[str, Op] = {"min": "min", "max": "min", "product": "product"}
 
 
 def combined_states(model: keras.Model, communicator: Communicator) -> list[np.ndarray]:
@@ -32,7 +31,7 @@ def combined_states(model: keras.Model, communicator: Communicator) -> list[np.n
     values = [np.asarray(value, "float64") for value in held]
     kinds: dict[Op, list[int]] = {"sum": [], "min": [], "product": []}
     for place, entry in enumerate(entries):
-        kinds[_OPERATIONS.get(entry.reduction, "sum")].append(place)
+        kinds[OPERATIONS.get(entry.reduction, "sum")].append(place)
         if entry.reduction == "max":
             values[place] = -values[place]
         elif entry.reduction == "mean":

@@ -45,8 +45,12 @@ from distkeras._watched import functions_watched
 from distkeras._watched import inexact_losses
 from distkeras._watched import losses_watched
 from distkeras.communicators import Communicator
+from distkeras.communicators import Op
 from distkeras.communicators import agree
 from distkeras.communicators import collectively
+
+# Which allreduce combines a state; the largest is the least of the negative ones.
+OPERATIONS: dict[str, Op] = {"min": "min", "max": "min", "product": "product"}
 
 _REDUCTIONS = ("sum", "mean", "min", "max", "product", "first")
 _BY_AGGREGATION = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
@@ -321,16 +325,15 @@ def _reduce(
     no data, send what changes nothing.
     """
     rank = communicator.rank
-    groups: dict[str, list[_Entry]] = {"sum": [], "min": [], "product": []}
+    groups: dict[Op, list[_Entry]] = {"sum": [], "min": [], "product": []}
     for entry in entries:
-        group = {"min": "min", "max": "min", "product": "product"}
-        groups[group.get(entry.reduction, "sum")].append(entry)
+        groups[OPERATIONS.get(entry.reduction, "sum")].append(entry)
     sizes = {op: sum(_length(e) for e in members) for op, members in groups.items()}
     if not all(follows):
         sizes = communicator.broadcast_object(sizes, leader)
     contributors = [f and d for f, d in zip(follows, has_data, strict=True)]
     count = sum(contributors) or 1
-    neutral = {"sum": 0.0, "min": math.inf, "product": 1.0}
+    neutral: dict[Op, float] = {"sum": 0.0, "min": math.inf, "product": 1.0}
     for op, members in groups.items():
         if not sizes[op]:
             continue
@@ -349,7 +352,7 @@ def _reduce(
                     )
                 parts.append(value)
             buffer[:] = np.concatenate(parts)
-        communicator.allreduce(buffer, op)  # type: ignore[arg-type]
+        communicator.allreduce(buffer, op)
         if follows[rank]:
             _assign(members, buffer)
 
