@@ -241,6 +241,8 @@ class Committing(keras.callbacks.Callback):
         """Commits; collective. `written`: whether rank 0 may have written since."""
         commits, position = self._commits, self._tracker.position
         communicator, before = self._communicator, self._commits.newest
+        if communicator.size == 1:  # with none to lose
+            return
         writers = {} if before is None else before.writers
         logs = {} if before is None else before.logs
         if written:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-
 ELASTIC = "DISTKERAS_ELASTIC"
 """The variable by which ranks know that their job outlives lost ones."""
 

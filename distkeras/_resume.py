@@ -97,7 +97,7 @@ class Continuation:
             self._late.append(self._saver)
         if too_few:
             self._late.append(Leave(self._saver, communicator, _elastic.least()))
-        if commits is not None and communicator.size > 1:
+        if commits is not None:
             self._late.append(
                 Committing(
                     commits,

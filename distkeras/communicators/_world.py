@@ -208,11 +208,8 @@ def _tell(previous: _World, made: _World, seconds: float) -> None:
     lost = [rank for rank in previous.numbers if rank not in made.numbers]
     if now.rank == 0:
         LOGGER.warning(
-            "%s of %d lost (as numbered at the start); the other %d have come "
-            "together in %.3f s: %s",
+            "lost %s (as numbered at the start); went on after %.3f s as %s",
             name_ranks(lost),
-            before.size,
-            now.size,
             seconds,
             made.description,
         )
@@ -228,9 +225,9 @@ def _create_again(comm: Any, previous: _World, timeout: float | None) -> _World:
         _watchdog.start(host, timeout)
     mine = load_mpi().COMM_WORLD.Get_rank()
     numbers = tuple(host.allgather_object(mine))
-    why = "ranks were lost"
+    why = "what is left"
     if host.size == 1:
-        text = f"single (one process is left, {why})"
+        text = "single (one process is left)"
         return _World(SingleCommunicator(), text, numbers)
     made: Communicator
     if previous.communicator.name == "nccl":

@@ -108,6 +108,10 @@ class ShardedData(DataAdapter):
         """The number of the pass that begins now, and the units to pass over."""
         number, units = self._next_pass, 0
         self._going_on, self._start = self._start, None
+        going_on = self._going_on
+        if going_on and going_on.units == self.units and going_on.number != number:
+            # It was to go on at its very end: nobody has asked for its batches.
+            self._going_on = None
         if self._going_on is not None:
             number, units = self._going_on.number, self._going_on.units
         self._next_pass = number + 1
