@@ -70,7 +70,7 @@ def check_02_scale_out(book: Book) -> None:
     assert "[1]" not in out
     assert re.search(r"\{1: '\d+ samples/s', 2: '\d+ samples/s'\}", out)
     assert "world         2 ranks on 1 node" in text(book, "stderr")
-    assert pictures(book) == 2
+    assert pictures(book) == 3  # loss and accuracy, throughput, timeline
 
 
 def check_03_from_horovod(book: Book) -> None:
