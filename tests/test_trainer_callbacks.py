@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -143,45 +141,6 @@ def test_files_are_those_of_one_process(
     lines = (folder / "log.csv").read_text().splitlines()
     assert len(lines) == 3
     world.barrier()
-
-
-@pytest.mark.launches
-def test_checkpoint_loads_where_distkeras_is_not(tmp_path: Path) -> None:
-    """Written at 2 ranks; loaded by a process that cannot import distkeras."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import keras, numpy as np, distkeras\n"
-        "keras.utils.set_random_seed(0)\n"
-        "model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])\n"
-        "trainer = distkeras.Trainer(model)\n"
-        "trainer.compile(keras.optimizers.Adam(0.125), loss='mse', metrics=['mae'])\n"
-        "x = np.random.default_rng(0).normal(size=(20, 3)).astype('float32')\n"
-        "callback = keras.callbacks.ModelCheckpoint('last.keras')\n"
-        "trainer.fit(x, x[:, :2], batch_size=4, verbose=0, callbacks=[callback])\n"
-    )
-    command = [sys.executable, "-m", "distkeras", "run", "-n", "2", script.name]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    load = (
-        "import sys; sys.modules['distkeras'] = None\n"
-        "import keras, numpy as np\n"
-        "model = keras.models.load_model('last.keras')\n"
-        "optimizer = model.optimizer\n"
-        "print(type(optimizer).__name__, float(optimizer.learning_rate),"
-        " int(optimizer.iterations))\n"
-        "model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)\n"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", load],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout.split() == ["Adam", "0.125", "3"]
 
 
 @pytest.mark.filterwarnings("ignore:State that is not trained differs")
