@@ -23,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import elastic_job
+import failures
 import numpy as np
 import pytest
 from elastic_job import EPOCHS
 from elastic_job import STEPS
 
+from distkeras._exit import INTERRUPTED
 from distkeras._exit import LEFT
+from distkeras._exit import OUT_OF_STEP
 from distkeras._exit import PREEMPTED
+from distkeras._exit import STALLED
 
 pytestmark = [pytest.mark.launches, pytest.mark.tensorflow]
 
@@ -238,6 +242,36 @@ def test_too_few_are_left_without_a_checkpoint(tmp_path: Path) -> None:
     job = finish(begin(tmp_path, options, "--elastic", "--min-n", "3"), tmp_path)
     assert job.code == LEFT
     assert "2 ranks are left, 3 are needed: exiting" in job.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("name", "stage", "code"),
+    [
+        ("an exception", "step", 1),
+        ("kill -9 of rank 1", "start-up", LEFT),
+        ("kill -9 of rank 0", "step", 1),
+        ("stuck (SIGSTOP)", "step", STALLED),
+        ("leaves by os._exit(0)", "step", 1),
+        ("leaves by sys.exit(0)", "validation", LEFT),
+        ("another collective than the others'", "step", OUT_OF_STEP),
+        ("Ctrl-C", "step", INTERRUPTED),
+        ("SIGTERM to the launcher", "step", 143),
+    ],
+)
+def test_what_no_trainer_sees_ends_the_job(
+    name: str, stage: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing hangs, and nothing is left."""
+    command, environ = failures.launchers()["distkeras run"]
+    elastic = {"distkeras run": ([*command, "--elastic"], environ)}
+    monkeypatch.setattr(failures, "launchers", lambda: elastic)
+    fault = next(fault for fault in failures.FAULTS if fault.name == name)
+    outcome = failures.run("distkeras run", fault, stage, tmp_path)
+    said = "the output does not say"
+    wrong = [p for p in failures.problems(fault, outcome) if not p.startswith(said)]
+    assert not wrong, f"{wrong}\n{outcome.tail}"
+    assert outcome.code == code, outcome.tail
 
 
 @pytest.mark.soak

@@ -131,6 +131,25 @@ def test_other_options_reach_mpiexec(
     assert line == f"{path} -n 3 -bind-to none {between}{WORKER} {program}"
 
 
+def test_elastic_jobs_are_open_mpi_s(
+    fake_mpiexec: FakeMpiexec,
+    dry_run: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = fake_mpiexec("Open MPI")
+    words = ["--mpiexec", path, "-n", "3", "--elastic", "--min-n", "2", "train.py"]
+    line = dry_run(*words)
+    assert "DISTKERAS_ELASTIC=2" in line
+    assert f"--oversubscribe --with-ft ulfm {WORKER} train.py" in line
+    for wrong in (
+        ["--mpiexec", path, "-n", "3", "--elastic", "--min-n", "4", "train.py"],
+        ["--mpiexec", path, "-n", "3", "--min-n", "2", "train.py"],
+        ["--mpiexec", fake_mpiexec("MPICH"), "-n", "3", "--elastic", "train.py"],
+    ):
+        assert _cli.main(["run", "--dry-run", *wrong]) == 2
+    assert "--max-restarts" in capsys.readouterr().err
+
+
 @pytest.fixture
 def few_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment of which two variables are for other hosts too."""
@@ -650,6 +669,31 @@ def test_exception_shows_its_rank_and_ends_the_job(
     first = lines.index("[rank 1] Traceback (most recent call last):")
     # The frames are the script's alone, as if Python had been started with it.
     assert lines[first + 1].startswith(f'[rank 1]   File "{script}", line')
+
+
+@pytest.mark.launches
+def test_a_job_that_failed_is_started_again(tmp_path: Path) -> None:
+    """As often as it may be; each run has logs of its own."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "count = pathlib.Path(sys.argv[1])\n"
+        "number = len(count.read_text()) if count.exists() else 0\n"
+        "count.write_text('x' * (number + 1))\n"
+        "print('run', number)\n"
+        "sys.exit([5, 75, 0][number])\n"
+    )
+    logs = tmp_path / "logs"
+    command = [sys.executable, "-m", "distkeras", "run", "-n", "1"]
+    command += ["--log-dir", str(logs)]
+    for most, code, runs in (("1", 75, 2), ("5", 0, 3)):
+        count = tmp_path / f"count-{most}"
+        words = [*command, "--max-restarts", most, str(script), str(count)]
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        assert answer.returncode == code, answer.stderr
+        assert len(count.read_text()) == runs
+        assert f"starting it again, {runs - 1} of {most}" in answer.stderr
+    assert (logs / "restart-2" / "rank-0.log").read_text() == "run 2\n"
 
 
 @pytest.mark.launches

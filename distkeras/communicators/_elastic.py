@@ -11,6 +11,7 @@ ends the job.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import threading
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 from typing import Any
 
+from distkeras import _leftovers
 from distkeras._errors import CommunicatorError
 from distkeras._exit import STALLED
 from distkeras._exit import write
@@ -53,6 +55,7 @@ class _Job:
 
 _job: _Job | None = None
 _least = 1
+_losses = 0
 _lock = threading.Lock()
 _communicators: weakref.WeakSet[Any] = weakref.WeakSet()
 _devices: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -101,6 +104,18 @@ def start(mpi: Any, comm: Any, least: int) -> None:
             "job needs."
         )
     _job, _least = _Job(mpi, comm.Dup()), least
+    process = os.getpid()
+
+    def finalize() -> None:
+        if os.getpid() != process or mpi.Is_finalized():
+            return
+        if _losses:
+            _leftovers.remove_own()
+        else:
+            mpi.Finalize()
+
+    # Not by mpi4py: with a rank lost, MPI may wait for it without end.
+    atexit.register(finalize)
 
 
 def stop() -> None:
@@ -143,15 +158,27 @@ def lost_since() -> float:
     return time.monotonic() if _job is None or _job.since is None else _job.since
 
 
-def failed(error: BaseException | None) -> None:
-    """Looks at an error that came out of a collective, on whatever thread."""
+LOST = (
+    "A rank has been lost: it was killed, or has crashed. The methods of "
+    "`distkeras.Trainer` go on without it, other collectives cannot."
+)
+
+
+def failed(error: BaseException) -> bool:
+    """Looks at an error that came out of a collective, on whatever thread.
+
+    Returns:
+        Whether it tells of a lost rank.
+    """
     job = _job
     kind = getattr(error, "Get_error_class", None)
     if job is None or kind is None:
-        return
+        return False
     losses = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-    if kind() in [getattr(job.mpi, name) for name in losses]:
-        _notice(job)
+    if kind() not in [getattr(job.mpi, name) for name in losses]:
+        return False
+    _notice(job)
+    return True
 
 
 def look() -> bool:
@@ -238,9 +265,11 @@ def shrink() -> Any:
 
     What is made from it is watched anew.
     """
+    global _losses
     job = _job
     if job is None:
         raise CommunicatorError("Expected an elastic job. Received: an ordinary one")
+    _losses += 1
     shrunk = job.control.Shrink()
     with _lock:
         _communicators.clear()

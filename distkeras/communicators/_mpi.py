@@ -23,6 +23,7 @@ import numpy as np
 
 from distkeras._errors import CommunicatorError
 from distkeras._exit import flush
+from distkeras._launcher import ELASTIC
 from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._arithmetic import UFUNCS
@@ -55,6 +56,10 @@ def load_mpi() -> Any:
     if borrowed:
         os.environ[name] = value
     try:
+        import mpi4py
+
+        if not started and os.environ.get(ELASTIC):
+            mpi4py.rc.finalize = False  # `_elastic.start` sees to it
         from mpi4py import MPI
 
         if not MPI.Is_initialized():

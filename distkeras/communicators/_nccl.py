@@ -287,7 +287,7 @@ class NCCLCommunicator(ComposedCommunicator):
         """
         check_open(self._closed)
         if _elastic.lost():
-            raise CommunicatorError("Another rank has been lost")
+            raise CommunicatorError(_elastic.LOST)
         if self._nccl is None:
             return
         with self._calls.again(), self._device_context():
@@ -298,7 +298,7 @@ class NCCLCommunicator(ComposedCommunicator):
                 # A plain wait would never come back after a peer's death.
                 while not done.done:
                     if _elastic.lost():
-                        raise CommunicatorError("Another rank has been lost")
+                        raise CommunicatorError(_elastic.LOST)
                     self._nccl.check_async_error()
                     spins += 1
                     time.sleep(0 if spins < 1000 else 0.0005)

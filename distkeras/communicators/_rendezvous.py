@@ -240,7 +240,7 @@ class Rendezvous:
         start = checked = time.perf_counter()
         while words[word] < step:
             if _elastic.lost():
-                self._break("Another rank has been lost")
+                self._break(_elastic.LOST)
             now = time.perf_counter()
             if now - checked > _BETWEEN_CHECKS:
                 checked = now
@@ -255,7 +255,7 @@ class Rendezvous:
         if words[word] >= step:  # its last deed
             return
         if _elastic.confirm():
-            self._break(f"Rank {rank} has been lost")
+            self._break(_elastic.LOST)
         # The launcher ends this rank in that time; what is on the screen last is
         # then the word of the rank that failed, not that of those it left.
         time.sleep(_LAUNCHERS_TURN)

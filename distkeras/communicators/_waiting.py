@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
+from distkeras._errors import CommunicatorError
 from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
 
@@ -126,8 +127,9 @@ class Calls:
         """Notes that the call has returned."""
         self.current = None
         # Not of a communicator that was left behind with a lost rank.
-        if error is not None and _open.get(self.name) is self:
-            _elastic.failed(error)
+        known = error is not None and _open.get(self.name) is self
+        if error is not None and known and _elastic.failed(error):
+            raise CommunicatorError(_elastic.LOST) from error
 
     @property
     def entered(self) -> int:
