@@ -30,20 +30,26 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         _bench.main(["--plot", "x.png"])
 
 
-@pytest.mark.launches
-def test_table_and_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.json"
-    words = ["bench", "-n", "2", "--sizes", "4K,40K", "--rounds", "2"]
-    words += ["--communicators", "mpi,shared_memory,hierarchical"]
+def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `distkeras bench` to its good end."""
     answer = subprocess.run(
-        [sys.executable, "-m", "distkeras", *words, "--json", str(path)],
+        [sys.executable, "-m", "distkeras", "bench", *words],
         capture_output=True,
         text=True,
         timeout=100,
         env=dict(os.environ),
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert answer.returncode == 0, answer.stderr
+    return answer
+
+
+@pytest.mark.launches
+def test_table_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    words = ["-n", "2", "--sizes", "4K,40K", "--rounds", "2"]
+    words += ["--communicators", "mpi,shared_memory,hierarchical"]
+    answer = bench(tmp_path, *words, "--json", str(path))
     assert "2 ranks on 1 node" in answer.stdout
     assert "shared_memory, allocated" in answer.stdout
     numbers = json.loads(path.read_text())
@@ -58,17 +64,9 @@ def test_table_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.tensorflow
 def test_parts_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    words = ["bench", "-n", "2", "--model", "resnet20", "--image-size", "32"]
+    words = ["-n", "2", "--model", "resnet20", "--image-size", "32"]
     words += ["--batch", "2", "--steps", "2", "--json", str(path)]
-    answer = subprocess.run(
-        [sys.executable, "-m", "distkeras", *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=dict(os.environ),
-        cwd=tmp_path,
-    )
-    assert answer.returncode == 0, answer.stderr
+    answer = bench(tmp_path, *words)
     assert "resnet20, 0.271 M parameters, 2 ranks with 2 images" in answer.stdout
     found = json.loads(path.read_text())
     assert found["ranks"] == 2 and found["parameters"] == 271_098
