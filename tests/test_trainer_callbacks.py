@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import io
+import re
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,44 +109,110 @@ def test_stop_at_a_batch_of_one_rank(
     assert seen == [batch + 1 + late] * world.size
 
 
-def test_files_are_those_of_one_process(
-    world: Communicator, tmp_path_shared: Path
-) -> None:
-    folder = tmp_path_shared
-    x, y = samples(24)
-    model = build(sgd)
-    run = distkeras.Trainer(model)
-    run.fit(
-        x,
-        y,
-        batch_size=4,
-        epochs=2,
-        verbose=0,
-        validation_data=(x, y),
-        callbacks=[
-            keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True),
-            keras.callbacks.ModelCheckpoint(
-                folder / "{epoch}.weights.h5", save_weights_only=True
-            ),
-            keras.callbacks.CSVLogger(folder / "log.csv"),
-            keras.callbacks.TensorBoard(folder / "board"),
-        ],
-    )
-    world.barrier()
-    names = sorted(
-        p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
-    )
-    assert [n for n in names if not n.startswith("board/")] == [
-        "1.weights.h5",
-        "2.weights.h5",
-        "best.keras",
-        "log.csv",
+class Posts(http.server.BaseHTTPRequestHandler):
+    """Counts what is posted to the server."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posts += 1  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Prints nothing."""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[http.server.HTTPServer]:
+    """A server that counts posts, while inside."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), Posts)
+    server.posts = 0  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Writes(keras.callbacks.Callback):
+    """A user's callback that writes one line an epoch."""
+
+    rank_zero_only = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        with self.path.open("a") as file:
+            print(epoch, file=file)
+
+
+class Marked(Writes):
+    """The same without the attribute: an instance is marked."""
+
+    rank_zero_only = None
+
+
+def writers(folder: Path, port: int) -> list[keras.callbacks.Callback]:
+    """Returns all that write, and one on each rank."""
+    callbacks = keras.callbacks
+    everywhere = Marked(folder / "everywhere.txt")
+    return [
+        callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True),
+        callbacks.ModelCheckpoint(
+            folder / "{epoch}.weights.h5", save_weights_only=True
+        ),
+        callbacks.CSVLogger(folder / "log.csv"),
+        callbacks.TensorBoard(folder / "board", update_freq=1),
+        callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False),
+        callbacks.RemoteMonitor(f"http://127.0.0.1:{port}"),
+        callbacks.ProgbarLogger(),
+        Writes(folder / "attribute.txt"),
+        distkeras.callbacks.on_rank_zero(Marked(folder / "marked.txt")),
+        everywhere,
     ]
-    boards = [n for n in names if n.startswith("board/")]
-    assert sorted(n.split("/")[1] for n in boards) == ["train", "validation"]
-    lines = (folder / "log.csv").read_text().splitlines()
-    assert len(lines) == 3
-    world.barrier()
+
+
+def files(folder: Path) -> list[str]:
+    """Returns the files of a folder; TensorBoard's without times and processes."""
+    paths = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(re.sub(r"tfevents.*?\d\.", "tfevents.", path) for path in paths)
+
+
+def test_files_are_those_of_one_process(world: Communicator, tmp_path: Path) -> None:
+    """Each rank has a folder of its own: the others' hold what runs everywhere."""
+    x, y = samples(24)
+    options: dict[str, Any] = {"epochs": 2, "verbose": 2, "validation_data": (x, y)}
+    posts, names = [], []
+    for way in ("trainer", "keras"):
+        (folder := tmp_path / way).mkdir()
+        model = build(sgd)
+        with listening() as server, contextlib.redirect_stdout(io.StringIO()) as text:
+            callbacks = writers(folder, server.server_port)
+            if way == "trainer":
+                run = distkeras.Trainer(model)
+                run.fit(x, y, batch_size=4, callbacks=callbacks, **options)
+                assert bool(text.getvalue()) == (world.rank == 0)
+            elif world.rank == 0:
+                model.fit(x, y, batch_size=4, callbacks=callbacks, **options)
+        posts.append(server.posts)  # type: ignore[attr-defined]
+        names.append([re.sub(r"\.\d+\.(v2)", r".\1", name) for name in files(folder)])
+    if world.rank == 0:
+        assert posts == [2, 2]
+        assert names[0] == names[1] and len(names[0]) == 11
+        for name in ("log.csv", "attribute.txt", "marked.txt", "everywhere.txt"):
+            lengths = {
+                len((tmp_path / way / name).read_text().splitlines())
+                for way in ("trainer", "keras")
+            }
+            assert len(lengths) == 1, name
+    else:
+        assert posts == [0, 0]
+        assert names == [["everywhere.txt"], []]
 
 
 @pytest.mark.filterwarnings("ignore:State that is not trained differs")
