@@ -13,10 +13,11 @@ from typing import Any
 import keras
 
 SMALL_DEPTHS = (8, 20, 32, 44, 56, 110)
-LARGE_DEPTHS = (18, 34, 50, 101, 152)
+LARGE_DEPTHS = (10, 18, 34, 50, 101, 152)
 
 # Blocks in each of the four stages, and whether they are bottlenecks.
 _LARGE: dict[int, tuple[tuple[int, ...], bool]] = {
+    10: ((1, 1, 1, 1), False),
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
     50: ((3, 4, 6, 3), True),
@@ -96,7 +97,8 @@ def resnet(
 
     Args:
         depth: weighted layers: 18 (11.69 M parameters with 1000 classes), 34
-            (21.80 M), 50 (25.56 M), 101 (44.55 M) or 152 (60.19 M).
+            (21.80 M), 50 (25.56 M), 101 (44.55 M) or 152 (60.19 M); or 10 (5.42 M),
+            which is not in the paper, to try things out.
         input_shape: height, width and channels of the images.
         num_classes: size of the output.
         weight_decay: L2 penalty of the kernels, as the papers count it: the gradient

@@ -55,7 +55,7 @@ from distkeras.recipes._lars import LARS
 
 DEFAULTS = {
     "samples": {
-        "depth": 18,
+        "depth": 10,
         "image_size": 48,
         "classes": 8,
         "epochs": 8,

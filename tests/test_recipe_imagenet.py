@@ -139,25 +139,26 @@ def build(**options: Any) -> keras.Model:
 # Which rank reads what
 
 
-@pytest.mark.parametrize("form", FORMS)
 def test_each_image_is_seen_once_an_epoch(
-    world: communicators.Communicator, found: Found, form: str
+    world: communicators.Communicator, found: Found
 ) -> None:
     """By real training; and an evaluation is that of one process."""
-    train = read(found[form, "train"])
-    val = read(found[form, "val"], training=False)
+    if world.size == 2:
+        pytest.skip("at 1 and 3 ranks it is the same, and takes long")
     model = build()
     trainer = distkeras.Trainer(model)
-    history = trainer.fit(train, epochs=2, validation_data=val, verbose=0).history
-    assert history["seen"] == [121, 121]
-    assert history["val_seen"] == [37, 37]
-    assert history["most"] == history["val_most"] == [1, 1]
-    logs = trainer.evaluate(val, verbose=0, return_dict=True)
-    assert all(theirs == logs for theirs in world.allgather_object(logs))
+    for form in FORMS:
+        train = read(found[form, "train"])
+        val = read(found[form, "val"], training=False)
+        history = trainer.fit(train, epochs=2, validation_data=val, verbose=0).history
+        assert history["seen"] == [121, 121]
+        assert history["val_seen"] == [37, 37]
+        assert history["most"] == history["val_most"] == [1, 1]
     alone = read(found[form, "val"], training=False, rank=0, size=1)
-    assert logs == pytest.approx(
-        model.evaluate(alone, verbose=0, return_dict=True), rel=1e-5
-    )
+    logs = model.evaluate(alone, verbose=0, return_dict=True)
+    for name, value in logs.items():
+        assert history[f"val_{name}"][-1] == pytest.approx(value, rel=1e-5)
+    assert world.allgather_object(history) == [history] * world.size
 
 
 # 5 files: with 7 ranks each file is read by several.
@@ -213,11 +214,23 @@ def test_what_is_left_is_dealt_evenly(size: int) -> None:
         assert sum(each) == len(seen)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ranks_come_and_go_within_an_epoch(found: Found, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "stages"),
+    [
+        ("tfrecords", [(3, 2), (2, 3), (1, 99)]),
+        ("folders", [(2, 3), (1, 99)]),
+        pytest.param(
+            *("tfrecords", [(2, 2), (7, 1), (3, 2), (3, 1), (2, 99)]),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_ranks_come_and_go_within_an_epoch(
+    found: Found, form: str, stages: list[tuple[int, int]]
+) -> None:
     seen: list[int] = []
     described = None
-    for size, steps in ((3, 2), (2, 3), (3, 1), (1, 99)):
+    for size, steps in stages:
         now: list[int] = []
         for rank in range(size):
             data = read(found[form, "train"], batch_size=5, rank=rank, size=size)
@@ -352,7 +365,9 @@ def test_a_slow_pipeline_is_named(
     with caplog.at_level(logging.INFO, logger="distkeras"):
         train(found["folders", "train"], communicator=world)
     if world.rank == 0:
-        (line,) = re.findall(r"trained for .*data wait [\d.]+ ms \((\d+)%\)", caplog.text)
+        (line,) = re.findall(
+            r"trained for .*data wait [\d.]+ ms \((\d+)%\)", caplog.text
+        )
         assert int(line) > 20
         assert "The input pipeline is slower than the training step" in caplog.text
 
@@ -460,7 +475,7 @@ def test_labels_out_of_range_are_an_error(found: Found, more: dict[str, int]) ->
 
 def test_defaults_depend_on_data_and_optimizer() -> None:
     samples = resnet_imagenet.parse([])
-    assert (samples.depth, samples.schedule) == (18, "cosine")
+    assert (samples.depth, samples.schedule) == (10, "cosine")
     words = ["--data", "imagenet", "--data-dir", "x"]
     goyal = resnet_imagenet.parse(words)
     assert (goyal.depth, goyal.epochs, goyal.warmup_epochs) == (50, 90, 5)

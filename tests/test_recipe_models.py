@@ -59,6 +59,7 @@ def test_small_sizes_are_the_published_ones(depth: int, millions: float) -> None
 @pytest.mark.parametrize(
     ("depth", "weights"),
     [
+        (10, 5_418_792),  # of no paper
         (18, 11_689_512),
         (34, 21_797_672),
         (50, 25_557_032),
