@@ -116,6 +116,7 @@ class Trainer:
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
         self._factor = scaling_factor(learning_rate_scaling, self.communicator.size)
+        self._applied = self._factor
         self._seed = seed
         self._session = Session(
             model,
@@ -587,6 +588,7 @@ class Trainer:
         self._rates = []
         for optimizer in backends.current().find_optimizers(self.model):
             self._rates += scale_learning_rate(optimizer, kept or self._factor)
+            self._applied = kept or self._factor
             if self.warmup_epochs:
                 steps = self.warmup_epochs * data.num_batches
                 warm_up_learning_rate(optimizer, steps)
@@ -602,7 +604,7 @@ class Trainer:
                 self.communicator,
                 data,
                 rates=self._rates,
-                rule=_rule(self.learning_rate_scaling, self._factor),
+                rule=_rule(self.learning_rate_scaling, self._applied),
                 jit_compile=model.jit_compile,
                 split=not backends.current().overrides_train_step(model),
                 wire=None if self.exchange is None else self.exchange.wire,

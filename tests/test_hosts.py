@@ -68,6 +68,12 @@ def test_node_names_of_slurm(text: str, names: list[str]) -> None:
     assert _hosts.expand_nodes(text) == names
 
 
+@pytest.mark.parametrize("text", ["gpu[]", "gpu[1-]", "gpu[a]", "gpu[1,,2]"])
+def test_node_names_that_slurm_does_not_write(text: str) -> None:
+    with pytest.raises(LaunchError, match="--hostfile"):
+        _hosts.expand_nodes(text)
+
+
 def test_allocation_of_slurm() -> None:
     environ = {
         "SLURM_JOB_ID": "42",

@@ -131,6 +131,16 @@ def test_other_options_reach_mpiexec(
     assert line == f"{path} -n 3 -bind-to none {between}{WORKER} {program}"
 
 
+def test_options_of_python_reach_the_ranks(fake_mpiexec: FakeMpiexec) -> None:
+    path = fake_mpiexec("MPICH")
+    words = ["run", "--dry-run", "--mpiexec", path, "-n", "1", "train.py"]
+    command = [sys.executable, "-O", "-W", "error::UserWarning", "-m", "distkeras"]
+    answer = subprocess.run([*command, *words], capture_output=True, text=True)
+    line = shlex.split(answer.stdout)
+    assert "-O" in line[: line.index("-m")]
+    assert "-Werror::UserWarning" in line[: line.index("-m")]
+
+
 def test_elastic_jobs_are_open_mpi_s(
     fake_mpiexec: FakeMpiexec,
     dry_run: Callable[..., str],

@@ -108,7 +108,10 @@ def _report(mine: int, ranks: dict[int, int], elapsed: float, local_size: int) -
             what = "has not started MPI"
             if _dump(pid):
                 what += "; its stack is above"
-        lines.append(f"rank {rank} (process {pid}) {what}")
+        name = f"rank {rank} (process {pid})"
+        if rank < 0:
+            name = f"process {pid}, whose rank cannot be read,"
+        lines.append(f"{name} {what}")
     gone = local_size - len(ranks)
     if gone > 0:
         names = ", ".join(f"rank {r}" for r in range(local_size) if r not in ranks)
@@ -155,7 +158,7 @@ def _ranks_beside(root: int, variable: bytes) -> dict[int, int]:
     """Returns the processes of the ranks that the same launcher started here.
 
     Where a rank is started by a wrapper (a shell, a profiler), it is the innermost
-    process.
+    process. Where a rank cannot be read it stands under minus its process number.
     """
     parent = _stat(root)[1]
     children: dict[int, list[int]] = {}
@@ -167,8 +170,9 @@ def _ranks_beside(root: int, variable: bytes) -> dict[int, int]:
     found = {}
     for pid in children.get(parent, []):
         rank = _rank(pid, variable)
-        if rank >= 0:
-            found[rank] = _python_of(pid, children)
+        # A program that changes its title may write over its variables.
+        if rank >= 0 or (variable and not _environ(pid)):
+            found[rank if rank >= 0 else -pid] = _python_of(pid, children)
     return found
 
 

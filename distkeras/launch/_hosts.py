@@ -189,7 +189,12 @@ def _expand_node(word: str) -> list[str]:
     head, ranges, tail = match.groups()
     numbers = []
     for part in ranges.split(","):
-        first, _, last = part.partition("-")
+        if not re.fullmatch(r"\d+(-\d+)?", part.strip()):
+            raise LaunchError(
+                "expected names of nodes as Slurm writes them (gpu[01-04,07]). "
+                f"Received: {word!r}. Name the hosts by -H or --hostfile."
+            )
+        first, _, last = part.strip().partition("-")
         for number in range(int(first), int(last or first) + 1):
             numbers.append(str(number).zfill(len(first)))
     return [

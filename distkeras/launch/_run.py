@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,8 +38,16 @@ checkpoint (of distkeras.callbacks.Checkpoint), else 121.
 """
 
 
-WORKER = (sys.executable, "-m", "distkeras.launch._worker")
-"""What each rank executes, before `script args...` or `-m module args...`."""
+WORKER = (
+    sys.executable,
+    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+    "-m",
+    "distkeras.launch._worker",
+)
+"""What each rank executes, before `script args...` or `-m module args...`.
+
+With the options of this Python (`-O`, `-W error`), as `multiprocessing` passes them on.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
