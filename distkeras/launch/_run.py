@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,15 +37,19 @@ checkpoint (of distkeras.callbacks.Checkpoint), else 121.
 """
 
 
-WORKER = (
-    sys.executable,
-    *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-    "-m",
-    "distkeras.launch._worker",
+_OPTIONS = (
+    *(["-O"] * sys.flags.optimize),
+    *(f"-W{option}" for option in sys.warnoptions),
+    *(
+        f"-X{name}" if value is True else f"-X{name}={value}"
+        for name, value in sys._xoptions.items()
+    ),
 )
+
+WORKER = (sys.executable, *_OPTIONS, "-m", "distkeras.launch._worker")
 """What each rank executes, before `script args...` or `-m module args...`.
 
-With the options of this Python (`-O`, `-W error`), as `multiprocessing` passes them on.
+With the options of this Python that change what a program does.
 """
 
 
