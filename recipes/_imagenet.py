@@ -233,6 +233,10 @@ class ShardedImages(ShardedData):
 
     # A pass that goes on
 
+    def deal_to(self, rank: int, size: int) -> None:
+        """Takes the part of this rank of so many, before a pass begins."""
+        self.part = dataclasses.replace(self.part, rank=rank, size=size)
+
     @property
     def units(self) -> int:
         """Images a pass."""

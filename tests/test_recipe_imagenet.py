@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import distkeras
 from distkeras import _figures
 from distkeras import communicators
 from distkeras.callbacks import Checkpoint
+from distkeras.data import ShardedData
+from distkeras.data import shard
 from distkeras.recipes import _imagenet
 from distkeras.recipes import _samples
 from distkeras.recipes import resnet_imagenet
@@ -327,6 +331,74 @@ def test_another_number_of_ranks_goes_on(
         assert history["seen"] == [121, 121]
         assert history["most"] == [1, 1]
     world.barrier()
+
+
+LOSING = """
+import json, os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import distkeras, keras
+from distkeras.recipes import _imagenet
+from test_recipe_imagenet import build, read
+
+class Die(keras.callbacks.Callback):
+    step = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.step += 1
+        if self.step == read(files).num_batches + 2 and distkeras.size() == 3:
+            if distkeras.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+distkeras.init()
+files = _imagenet.find(Path(sys.argv[2]), "train")
+val = read(_imagenet.find(Path(sys.argv[2]), "val"), training=False)
+trainer = distkeras.Trainer(build(jit_compile=False))
+history = trainer.fit(
+    read(files), epochs=3, validation_data=val, callbacks=[Die()], verbose=0
+).history
+if distkeras.rank() == 0:
+    print(json.dumps([distkeras.size(), *(
+        history[name] for name in ("seen", "most", "val_seen", "val_most")
+    )]))
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("form", FORMS)
+def test_images_of_a_lost_rank_are_seen_by_the_others(
+    folders: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    """In an elastic job, in the middle of the second of three epochs."""
+    (tmp_path / "losing.py").write_text(LOSING)
+    words = ["run", "--elastic", "-n", "3", "losing.py", Path(__file__).parent]
+    answer = subprocess.run(
+        [sys.executable, "-m", "distkeras", *map(str, words), str(folders[form])],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=170,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    said = json.loads(answer.stdout.strip().splitlines()[-1])
+    assert said == [2, [121] * 3, [1] * 3, [37] * 3, [1] * 3], answer.stderr
+
+
+def test_data_of_other_ranks_is_refused(world: communicators.Communicator) -> None:
+    """Where it cannot be dealt anew."""
+
+    class Fixed(_imagenet.ShardedImages):
+        deal_to = ShardedData.deal_to
+
+    data = Fixed(
+        _imagenet.Files(["a"], [0], ["b"]),
+        **{"batch_size": 1, "image_size": 8, "num_classes": 1, "training": True},
+        rank=world.rank,
+        size=world.size + 1,
+    )
+    with pytest.raises(ValueError, match="Expected data for rank"):
+        shard(data, communicator=world)
 
 
 def test_another_seed_cannot_go_on(found: Found) -> None:

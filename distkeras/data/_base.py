@@ -164,6 +164,18 @@ class ShardedData(DataAdapter):
         self._start = Start(number, units, steps)
         return steps
 
+    def deal_to(self, rank: int, size: int) -> None:
+        """Takes the part of this rank of so many, before a pass begins.
+
+        Raises:
+            ValueError: if the data was made for other ranks.
+        """
+        if (rank, size) != (self.part.rank, self.part.size):
+            raise ValueError(
+                f"Expected data for rank {rank} of {size}. Received: {self.kind} for "
+                f"rank {self.part.rank} of {self.part.size}"
+            )
+
     def describe_pass(self, steps: int) -> Any:
         """What else a checkpoint is to hold, so many steps into a pass: plain JSON."""
         return None

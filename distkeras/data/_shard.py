@@ -75,6 +75,7 @@ def shard(
         >>> model.fit(data, epochs=3)
     """
     if isinstance(x, ShardedData):
+        x.deal_to(communicator.rank, communicator.size)
         _agree_on_data(communicator, x)
         x.settle(communicator)
         return x
