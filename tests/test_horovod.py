@@ -44,16 +44,62 @@ def test_nothing_is_said_without_them_or_on_other_ranks(
     assert caplog.records == []
 
 
-@pytest.mark.launches
-def test_the_world_warns_once() -> None:
+# As in Horovod's documentation, with what takes their place.
+REAL = {
+    "HOROVOD_AUTOTUNE": ("1", "there is nothing to tune"),
+    "HOROVOD_CYCLE_TIME": ("3.5", "ranks do not negotiate"),
+    "HOROVOD_ELASTIC": ("1", "distkeras run --elastic"),
+    "HOROVOD_FUSION_THRESHOLD": ("33554432", "bucket_bytes="),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": ("1", "DISTKERAS_COMMUNICATOR"),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("30", "DISTKERAS_TIMEOUT"),
+    "HOROVOD_THREAD_AFFINITY": ("4,5,6,7", ""),
+    "HOROVOD_TIMELINE": ("/tmp/timeline.json", "Trainer(model, timeline="),
+}
+# What horovodrun gives each of its processes.
+STARTED = {
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "12345",
+    "HOROVOD_HOSTNAME": "localhost",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+}
+
+
+def ask(words: list[str], environ: dict[str, str]) -> str:
+    """Asks for rank and size in fresh processes; returns what they say."""
     code = "import distkeras; distkeras.rank(); distkeras.size()"
-    for words in ([], ["-m", "distkeras", "run", "-n", "2", "-m", "timeit", "-n", "1"]):
-        command = [sys.executable, *(words or ["-c"]), code]
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "HOROVOD_TIMELINE": "/tmp/timeline.json"},
-        )
-        assert answer.returncode == 0, answer.stderr
-        assert answer.stderr.count("HOROVOD_TIMELINE: Trainer(model, timeline=") == 1
+    answer = subprocess.run(
+        [sys.executable, *words, code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_world_warns_once(ranks: int) -> None:
+    words = ["-c"]
+    if ranks > 1:
+        words = ["-m", "distkeras", "run", "-n", "2", "-m", "timeit", "-n", "1"]
+    said = ask(words, {name: value for name, (value, _) in REAL.items()})
+    for name, (_, instead) in REAL.items():
+        (line,) = [line for line in said.splitlines() if name in line.split(":")[0]]
+        assert instead in line
+    assert said.count("have no effect") == 1
+    assert "horovodrun" not in said
+
+
+@pytest.mark.launches
+def test_a_process_of_horovodrun_hears_how_to_start() -> None:
+    said = ask(["-c"], STARTED)
+    assert said.count("started by horovodrun and finds no other ranks") == 1
+    assert "HOROVOD_CONTROLLER: DISTKERAS_COMMUNICATOR" in said
