@@ -64,6 +64,9 @@ class Commit:
 class Commits:
     """The newest commit of one call of `fit`, over all losses of ranks.
 
+    Args:
+        size: number of ranks.
+
     Attributes:
         newest: None before the first one.
         rows: the logs of epochs that are over, with their numbers.
@@ -71,7 +74,8 @@ class Commits:
         first: whether this rank has been the one that writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self.newest: Commit | None = None
         self.rows: list[tuple[int, dict[str, Any]]] = []
         self.lost_at: float | None = None
@@ -80,6 +84,10 @@ class Commits:
         self._users: Sequence[keras.callbacks.Callback] = ()
         self._states: dict[str, Any] = {}
         self._went_back_to: int | None = None
+
+    def ranks_before(self, size: int) -> int:
+        """Returns how many ranks there were at first, 0 if no more than now."""
+        return self._size if self._size > size else 0
 
     def add(
         self,

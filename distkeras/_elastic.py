@@ -64,7 +64,7 @@ def survives(
             return method(self, *args, **kwargs)
         if not self.follow_world() or not _elastic.active():
             return method(self, *args, **kwargs)
-        self.commits = commits = Commits()
+        self.commits = commits = Commits(self.communicator.size)
         try:
             while True:
                 done = False

@@ -293,8 +293,17 @@ class Trainer:
             found = commits.resumption(self.model, self.communicator, resized=resized)
         if found is None:
             found = find(resume, checkpoint, self.communicator, resized=resized)
+        kept_factor = None if found is None else found.kept_factor
         if found is not None and found.kept_global_batch is not None:
             batch_size, global_batch_size = None, found.kept_global_batch
+        first = 0
+        if commits and found is None and resized == "keep_global_batch":
+            first = commits.ranks_before(self.communicator.size)
+        by_sample = first and data_.are_arrays(x, y, sample_weight)
+        if by_sample and (batch_size or not steps_per_epoch):
+            global_batch_size = global_batch_size or (batch_size or 32) * first
+            batch_size = None
+            kept_factor = scaling_factor(self.learning_rate_scaling, first)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = (
                 array_slicing.train_validation_split(
@@ -344,7 +353,7 @@ class Trainer:
         if commits is not None:
             check_can_be_shared_out_anew(data, validation, callbacks, steps_per_epoch)
         self._session.build(data)
-        self._scale(data, None if found is None else found.kept_factor)
+        self._scale(data, kept_factor)
         going_on = Continuation(
             self.model,
             data,

@@ -35,7 +35,11 @@ from distkeras._exit import OUT_OF_STEP
 from distkeras._exit import PREEMPTED
 from distkeras._exit import STALLED
 
-pytestmark = [pytest.mark.launches, pytest.mark.tensorflow]
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.tensorflow,
+    pytest.mark.timeout(300),
+]
 
 SCRIPT = Path(__file__).with_name("elastic_job.py")
 RANKS = 3
@@ -86,7 +90,7 @@ def begin(folder: Path, options: dict[str, Any], *more: str) -> subprocess.Popen
 def finish(process: subprocess.Popen[str], folder: Path) -> Job:
     """Waits for a job and reads what its ranks have left."""
     try:
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=250)
     finally:
         process.terminate()
         process.wait()

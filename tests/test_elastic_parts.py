@@ -138,7 +138,7 @@ def commit(number: int, **changes: Any) -> Commit:
 def test_the_newest_commit_is_everyone_s(world: Communicator) -> None:
     """Ranks but the last one have missed the end of it; their variables are right."""
     model = build()
-    commits = Commits()
+    commits = Commits(3)
     last = world.rank == world.size - 1
     commits.add(commit(4), model, [])
     model.layers[0].bias.assign([7.0])
@@ -156,14 +156,14 @@ def test_the_newest_commit_is_everyone_s(world: Communicator) -> None:
 def test_ranks_that_are_steps_apart_are_an_error(world: Communicator) -> None:
     if world.size == 1:
         pytest.skip("needs ranks")
-    model, commits = build(), Commits()
+    model, commits = build(), Commits(3)
     commits.add(commit(4 if world.rank else 6), model, [])
     with pytest.raises(CommunicatorError, match=r"one step apart .*\[6, 4"):
         commits.settle(model, world)
 
 
 def test_history_is_that_of_all_epochs() -> None:
-    model, commits = build(), Commits()
+    model, commits = build(), Commits(3)
     history = keras.callbacks.History()
     history.epoch, history.history = [2, 3], {"loss": [5.0, 6.0], "val_loss": [7.0]}
     assert commits.whole(history).epoch == [2, 3]
@@ -180,7 +180,7 @@ def test_history_is_that_of_all_epochs() -> None:
 def test_a_log_goes_on_where_the_commit_was(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("epoch,loss\n0,1.0\n1,0.")
-    commits = Commits()
+    commits = Commits(3)
     commits.newest = commit(1, logs={str(path): 17})
     logger = keras.callbacks.CSVLogger(str(path))
     with logs_gone_on_with(commits, [logger], 1):

@@ -118,6 +118,11 @@ def shard(
     return data
 
 
+def are_arrays(x: Any, y: Any = None, sample_weight: Any = None) -> bool:
+    """Whether data is dealt by sample: arrays, tensors, data frames."""
+    return array_data_adapter.can_convert_arrays((x, y, sample_weight))
+
+
 def _adapter(
     x: Any,
     y: Any,
@@ -134,7 +139,7 @@ def _adapter(
 ) -> ShardedData:
     """Picks the kind, in the order in which Keras does."""
     _check_counts(batch_size, global_batch_size, steps)
-    if array_data_adapter.can_convert_arrays((x, y, sample_weight)):
+    if are_arrays(x, y, sample_weight):
         from distkeras.data._arrays import ShardedArrays
 
         return ShardedArrays(
