@@ -24,20 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from distkeras.callbacks._archive import Archive
+
 _METADATA = "metadata.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})-epoch-(\d+)-step-(\d+)\.npz")
 _UNFINISHED = ".unfinished"
-
-# What `zipfile`, `numpy` and `json` raise where bytes tell of other formats, or lead to
-# places that are not in the file.
-_FOREIGN = (
-    zipfile.BadZipFile,
-    LookupError,
-    EOFError,
-    OSError,
-    ValueError,
-    RuntimeError,
-)
 
 
 class DamagedError(ValueError):
@@ -116,7 +107,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + _UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("wb", buffering=2**20) as file:
             _write_archive(file, arrays, metadata)
             file.flush()
             os.fsync(file.fileno())
@@ -143,7 +134,9 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], Any]:
             return _read_archive(file)
         except DamagedError:
             raise
-        except _FOREIGN as error:
+        except Exception as error:
+            # Bytes that tell of other formats, or lead to places that are not in the
+            # file, make `zipfile`, its codecs, `numpy` and `json` raise all sorts.
             raise DamagedError(f"{type(error).__name__}: {error}") from error
 
 
@@ -162,19 +155,32 @@ def _read_archive(file: Any) -> tuple[dict[str, np.ndarray], Any]:
 
 def _write_archive(file: Any, arrays: Mapping[str, np.ndarray], metadata: Any) -> None:
     entries = {}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in arrays.items():
-            stored = _plain(array)
-            # Hashed as they are in memory: no copy of what may be gigabytes.
-            entries[name] = {
-                "dtype": str(array.dtype),
-                "digest": _digest(stored.reshape(-1).view("u1").data),
-            }
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, stored, allow_pickle=False)
-        text = json.dumps({"arrays": entries, "content": metadata}, indent=1).encode()
-        archive.writestr(_METADATA, text)
-        archive.comment = _digest(text).encode()
+    archive = Archive(file)
+    for name, array in arrays.items():
+        stored = _plain(array)
+        # As they are in memory: no copy of what may be gigabytes.
+        data = stored.reshape(-1).view("u1").data
+        entries[name] = {"dtype": str(array.dtype), "digest": _digest(data)}
+        archive.add(f"{name}.npy", [_header(stored), data])
+    # Without indentation: only so it is not written by Python code.
+    text = json.dumps({"arrays": entries, "content": metadata}).encode()
+    archive.add(_METADATA, [text])
+    archive.close(_digest(text).encode())
+
+
+def _header(array: np.ndarray) -> bytes:
+    """Returns what precedes the data in a `.npy` file, version 1.0 of the format.
+
+    `numpy.lib.format.write_array` does so too, in a third of the time of a small array.
+    """
+    fields = {
+        "descr": array.dtype.str,
+        "fortran_order": False,
+        "shape": array.shape,
+    }
+    text = repr(fields).encode("latin1")
+    text += b" " * (-(len(text) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, entry: Any) -> np.ndarray:

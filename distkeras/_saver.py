@@ -21,6 +21,7 @@ import numpy as np
 
 from distkeras import _callback_states
 from distkeras import _state
+from distkeras import backends
 from distkeras._errors import CheckpointError
 from distkeras._exit import PREEMPTED
 from distkeras._logging import LOGGER
@@ -77,6 +78,7 @@ class Saver(keras.callbacks.Callback):
         self._writer = _Writer()
         self._number = 0
         self._steps = 0
+        self._read = backends.current().reader()
         self.exchange: GradientExchange | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -95,6 +97,7 @@ class Saver(keras.callbacks.Callback):
         collectively(self._communicator, preparing_the_checkpoints)
         # All ranks name the best one.
         self._number = self._communicator.broadcast_object(self._number)
+        self._take(metrics=True)  # traces now what else the first one would
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -174,13 +177,7 @@ class Saver(keras.callbacks.Callback):
         """Takes the state and lets rank 0 write it; collective."""
         checkpoint, position = self._checkpoint, self._tracker.position
         self._agree_on_success()
-        held = {} if self.exchange is None else self.exchange.residuals()
-        state = _state.take(
-            self.model,
-            self._communicator,
-            metrics=position.step > 0,
-            more={f"{RESIDUALS}{name}": array for name, array in held.items()},
-        )
+        state = self._take(metrics=position.step > 0)
         self._number += 1
         name = _files.name(self._number, position.epoch, position.step)
         path = checkpoint.directory / name
@@ -191,6 +188,16 @@ class Saver(keras.callbacks.Callback):
         if not checkpoint.background:
             self._agree_on_success()
         return path
+
+    def _take(self, *, metrics: bool) -> _state.State:
+        held = {} if self.exchange is None else self.exchange.residuals()
+        return _state.take(
+            self.model,
+            self._communicator,
+            metrics=metrics,
+            more={f"{RESIDUALS}{name}": array for name, array in held.items()},
+            read=self._read,
+        )
 
     def _write(self, path: Path, position: Position, state: _state.State) -> None:
         """Lets the file be written; on rank 0."""

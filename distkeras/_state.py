@@ -13,6 +13,8 @@ import dataclasses
 import hashlib
 import random
 import re
+from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -58,6 +60,7 @@ def take(
     *,
     metrics: bool,
     more: Mapping[str, np.ndarray] | None = None,
+    read: Callable[[Iterable[Any]], list[np.ndarray]] | None = None,
 ) -> State:
     """Returns the state, on rank 0; on other ranks an empty one. Collective.
 
@@ -68,10 +71,11 @@ def take(
         communicator: the ranks.
         metrics: whether the metrics are in the middle of an epoch.
         more: further arrays of this rank, see `of_ranks`.
+        read: reads variables; by default the backend's `read_variables`.
     """
     first = communicator.rank == 0
     optimizers = backends.current().find_optimizers(model)
-    read = backends.current().read_variables
+    read = read or backends.current().read_variables
     with _base_rates(optimizers):
         variables = state_variables(model, optimizers)
         own = _may_differ(model, optimizers)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import resource
 import signal
 import time
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from equivalence import samples
 
 import distkeras
 from distkeras.callbacks import Checkpoint
+from distkeras.callbacks import _archive
 from distkeras.callbacks import _files
 from distkeras.communicators import Communicator
 
@@ -30,6 +33,8 @@ ARRAYS = {
     "a/kernel": np.arange(6.0).reshape(2, 3),
     "scalar": np.float32(2)[()] * np.ones((), "float32"),
     "narrow": np.ones(3, ml_dtypes.bfloat16),
+    "narrower": np.ones((2, 3), ml_dtypes.float8_e4m3fn),
+    "rows": np.arange(6, dtype="int8").reshape(3, 2).T,
     "empty": np.zeros((0, 2)),
     "flag": np.array([True, False]),
 }
@@ -51,6 +56,25 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(plain["a/kernel"], ARRAYS["a/kernel"])
 
 
+@pytest.mark.parametrize("limits", [{}, {"_LARGE": 150}, {"_MANY": 2}, {"_LARGE": 1}])
+def test_archives_are_those_of_zip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
+) -> None:
+    """Also beyond 4 GiB and 65535 members; here the limits are lower."""
+    for name, value in limits.items():
+        monkeypatch.setattr(_archive, name, value)
+    path = tmp_path / "a.npz"
+    _files.write(path, ARRAYS, {"epoch": 2})
+    assert _files.read(path)[1] == {"epoch": 2}
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == [*(f"{n}.npy" for n in ARRAYS), "metadata.json"]
+    with np.load(path) as plain:
+        for name, array in ARRAYS.items():
+            if array.dtype.kind in "bf":
+                np.testing.assert_array_equal(plain[name], array)
+
+
 def test_damage_at_any_byte_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / _files.name(1, epoch=0, step=0)
     _files.write(path, ARRAYS, {"epoch": 2})
@@ -69,6 +93,55 @@ def test_damage_at_any_byte_is_noticed_or_changes_nothing(tmp_path: Path) -> Non
             for name, array in ARRAYS.items():
                 np.testing.assert_array_equal(arrays[name], array)
     assert noticed > len(whole) // 5
+
+
+def mutated(whole: bytes, number: int) -> bytes:
+    """Returns a file as a disk, a copy or a crash may leave it."""
+    chance = random.Random(number)
+    content = bytearray(whole)
+    start = chance.randrange(len(whole))
+    length = chance.choice([1, 2, 16, 64, 512, len(whole)])
+    piece = slice(start, start + length)
+    kind = number % 7
+    if kind == 0:  # bits
+        for _ in range(length % 100):
+            content[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+    elif kind == 1:
+        content[piece] = bytes(len(content[piece]))
+    elif kind == 2:
+        content[piece] = chance.randbytes(len(content[piece]))
+    elif kind == 3:  # shorter
+        del content[piece]
+    elif kind == 4:  # longer
+        content[start:start] = chance.randbytes(length)
+    elif kind == 5:  # from elsewhere in the file
+        other = chance.randrange(len(whole))
+        content[piece] = whole[other : other + len(content[piece])]
+    else:
+        content += chance.randbytes(length)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("count", [700, pytest.param(70_000, marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_damage_of_any_kind_is_noticed_or_changes_nothing(
+    tmp_path: Path, count: int
+) -> None:
+    path = tmp_path / _files.name(1, epoch=0, step=0)
+    _files.write(path, ARRAYS, {"epoch": 2})
+    whole = path.read_bytes()
+    noticed = 0
+    for number in range(count):
+        path.write_bytes(mutated(whole, number))
+        try:
+            arrays, metadata = _files.read(path)
+        except _files.DamagedError:
+            noticed += 1
+            continue
+        assert metadata == {"epoch": 2} and arrays.keys() == ARRAYS.keys(), number
+        for name, array in ARRAYS.items():
+            np.testing.assert_array_equal(arrays[name], array, err_msg=str(number))
+    assert noticed > 0.8 * count
 
 
 def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,9 @@ class Backend(Protocol):
 
     def read_variables(self, variables: Iterable[Any]) -> list[np.ndarray]:
         """Returns copies of variables in host memory."""
+
+    def reader(self) -> Callable[[Iterable[Any]], list[np.ndarray]]:
+        """Returns a `read_variables` that is fast with the same variables again."""
 
 
 def is_supported() -> bool:

@@ -4,6 +4,7 @@ from distkeras.backends._tensorflow_build import build
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 from distkeras.backends._tensorflow_iterator import first_batches
 from distkeras.backends._tensorflow_norm import GradientNorm
+from distkeras.backends._tensorflow_read import Reader
 from distkeras.backends._tensorflow_read import read_variables
 from distkeras.backends._tensorflow_snapshot import Snapshot
 from distkeras.backends._tensorflow_step import find_optimizers
@@ -16,6 +17,7 @@ train_function = make_train_function
 test_function = make_test_function
 snapshot = Snapshot
 gradient_norm = GradientNorm
+reader = Reader
 
 __all__ = [
     "build",
@@ -25,6 +27,7 @@ __all__ = [
     "gradient_norm",
     "overrides_train_step",
     "read_variables",
+    "reader",
     "snapshot",
     "test_function",
     "train_function",
