@@ -1,11 +1,13 @@
 """The recipes: their images, then whole runs with the files that they leave."""
 
 import csv
+import io
 import os
 import pickle
 import re
 import shlex
 import statistics
+import struct
 import subprocess
 import sys
 import tomllib
@@ -70,17 +72,44 @@ def test_synthetic_images_are_the_same_each_time() -> None:
     assert_array_equal(first.y_val, second.y_val)
 
 
-def write_cifar100(folder: Path) -> None:
+class Python2Pickler(pickle._Pickler):
+    """Pickles bytes and strings as Python 2 did its strings: CIFAR's files hold them."""
+
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def save_string(self, text: bytes | str) -> None:
+        text = text.encode() if isinstance(text, str) else text
+        if len(text) < 256:
+            self.write(pickle.SHORT_BINSTRING + bytes([len(text)]) + text)
+        else:
+            self.write(pickle.BINSTRING + struct.pack("<i", len(text)) + text)
+
+    dispatch[bytes] = dispatch[str] = save_string
+
+
+def write_batch(path: Path, batch: dict[str, Any]) -> None:
+    """Writes a file as those of CIFAR's python version are."""
+    file = io.BytesIO()
+    Python2Pickler(file, protocol=2).dump(batch)
+    old_name = file.getvalue().replace(
+        b"numpy._core.multiarray", b"numpy.core.multiarray"
+    )
+    path.write_bytes(old_name)
+
+
+def write_cifar100(folder: Path, count: int = 20) -> None:
     """Writes files in the format of CIFAR-100's python version."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(3)
-    for name, count in (("train", 20), ("test", 5)):
+    for name, number in (("train", count), ("test", 5)):
         batch = {
-            b"data": random.integers(256, size=(count, 3072), dtype="uint8"),
-            b"fine_labels": [99, *range(1, count)],
-            b"coarse_labels": [0] * count,
+            "filenames": [f"{index}.png" for index in range(number)],
+            "batch_label": f"{name}ing batch 1 of 1",
+            "fine_labels": [99, *(label % 100 for label in range(1, number))],
+            "coarse_labels": [0] * number,
+            "data": random.integers(256, size=(number, 3072), dtype="uint8"),
         }
-        (folder / name).write_bytes(pickle.dumps(batch))
+        write_batch(folder / name, batch)
 
 
 @pytest.mark.parametrize("inside", ["", "cifar-100-python"])
@@ -98,10 +127,12 @@ def write_cifar10(folder: Path, count: int = 20) -> None:
     random = np.random.default_rng(3)
     for name in _data._CIFAR10_FILES:
         batch = {
-            b"data": random.integers(256, size=(count, 3072), dtype="uint8"),
-            b"labels": [int(label) for label in np.arange(count) % 10],
+            "batch_label": name,
+            "labels": [int(label) for label in np.arange(count) % 10],
+            "data": random.integers(256, size=(count, 3072), dtype="uint8"),
+            "filenames": [f"{index}.png" for index in range(count)],
         }
-        (folder / name).write_bytes(pickle.dumps(batch))
+        write_batch(folder / name, batch)
 
 
 @pytest.mark.parametrize("inside", ["", "cifar-10-batches-py"])
@@ -118,7 +149,7 @@ def test_cifar10_is_read_from_a_folder(
     # Each channel on its own; rows of a file are red, green, blue planes.
     assert np.abs(images.x_train.mean((0, 1, 2))).max() < 1e-5
     path = tmp_path_shared / "data" / inside / "data_batch_1"
-    row = pickle.loads(path.read_bytes())[b"data"][7]
+    row = pickle.loads(path.read_bytes(), encoding="bytes")[b"data"][7]
     green = row[1024:2048].reshape(32, 32)
     assert np.corrcoef(green.ravel(), images.x_train[7, :, :, 1].ravel())[0, 1] > 0.9999
 
