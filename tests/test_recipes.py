@@ -73,7 +73,7 @@ def test_synthetic_images_are_the_same_each_time() -> None:
 
 
 class Python2Pickler(pickle._Pickler):
-    """Pickles bytes and strings as Python 2 did its strings: CIFAR's files hold them."""
+    """Pickles strings as Python 2 did: such are in the files of CIFAR."""
 
     dispatch = dict(pickle._Pickler.dispatch)
 
