@@ -7,6 +7,20 @@ import sys
 
 LOGGER = logging.getLogger("distkeras")
 
+_FORMAT = "[distkeras, rank %(rank)d] %(message)s"
+
+
+class _Rank(logging.Filter):
+    """Puts the rank into every record, for formats of the program's own too."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self.rank
+        return True
+
 
 class _Handler(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at the time, as notebooks replace it."""
@@ -20,22 +34,23 @@ def configure(rank: int) -> logging.Logger:
     """Gives the logger a handler and a level, unless the program did so before.
 
     Args:
-        rank: of this process; it stands in every record.
+        rank: of this process; it stands in every record, as `%(rank)d`.
 
     Returns:
         The logger named `distkeras`.
     """
+    _number(rank)
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(_level(rank))
     if not LOGGER.handlers and not logging.getLogger().handlers:
         handler = _Handler()
-        handler.setFormatter(_format(rank))
+        handler.setFormatter(logging.Formatter(_FORMAT))
         LOGGER.addHandler(handler)
     return LOGGER
 
 
 def renumber(before: int, rank: int) -> None:
-    """Gives records another rank, where the level and the handler are ours.
+    """Gives records another rank, and the logger its level where that was ours.
 
     Args:
         before: what the rank was.
@@ -43,14 +58,16 @@ def renumber(before: int, rank: int) -> None:
     """
     if LOGGER.level == _level(before):
         LOGGER.setLevel(_level(rank))
-    for handler in LOGGER.handlers:
-        if isinstance(handler, _Handler):
-            handler.setFormatter(_format(rank))
+    _number(rank)
+
+
+def _number(rank: int) -> None:
+    for known in LOGGER.filters:
+        if isinstance(known, _Rank):
+            known.rank = rank
+            return
+    LOGGER.addFilter(_Rank(rank))
 
 
 def _level(rank: int) -> int:
     return logging.INFO if rank == 0 else logging.WARNING
-
-
-def _format(rank: int) -> logging.Formatter:
-    return logging.Formatter(f"[distkeras, rank {rank}] %(message)s")
