@@ -9,6 +9,7 @@ and the job with it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -28,6 +29,7 @@ from distkeras import communicators
 from distkeras._launcher import discover
 
 _LAUNCHER = discover(os.environ)
+_MANY_CASES = 6
 _MANY = _LAUNCHER is not None and _LAUNCHER.size != 1
 _RANK = _LAUNCHER.rank if _LAUNCHER is not None else 0
 
@@ -132,21 +134,38 @@ def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Returns which tests a run of everything leaves to other numbers of ranks.
 
     Those that are marked `dealt` train models for seconds, or are a thousand. Each runs
-    at 2 or at 3 ranks, and one in six at 1, where a `Trainer` is Keras' own `fit`. Thue
-    and Morse's sequence keeps the choice from going along with any parameter. `--whole`
-    runs all of them, and so does naming the file.
+    at 2 or at 3 ranks; where six or more are one function's cases, a third of them is
+    left to the long run (`tests/test_under_mpiexec.py`, marked soak). One in twelve is
+    for 1 rank, where a `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's
+    sequence) keep the choice from going along with any parameter. `--whole` runs all,
+    and so does naming the file.
     """
     left = []
     marked = [item for item in items if item.get_closest_marker("dealt") is not None]
-    of_ranks = (item for item in marked if "world" in getattr(item, "fixturenames", ()))
-    for number, item in enumerate(of_ranks):
-        if size == 1:
-            runs = number % 6 == 0
-        else:
-            runs = size > 3 or number.bit_count() % 2 == size % 2
+    marked = [item for item in marked if "world" in getattr(item, "fixturenames", ())]
+    families = collections.Counter(_family(item) for item in marked)
+    for number, item in enumerate(marked):
+        many = families[_family(item)] >= _MANY_CASES
+        base = 3 if many else 2
+        hand = _digit_sum(number, base) % base
+        runs = number % 12 == 0 if size == 1 else size > 3 or hand == size - 2
         if not runs:
             left.append(item)
     return left
+
+
+def _family(item: pytest.Item) -> str:
+    """Returns the name that the cases of one test function share."""
+    return item.nodeid.partition("[")[0]
+
+
+def _digit_sum(number: int, base: int) -> int:
+    """Returns the sum of the digits of a number."""
+    total = 0
+    while number:
+        number, digit = divmod(number, base)
+        total += digit
+    return total
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -19,6 +19,8 @@ from equivalence import trainer
 import distkeras
 from distkeras.communicators import Communicator
 
+pytestmark = pytest.mark.dealt
+
 OPTIMIZERS = {
     "sgd_momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     # Adam makes steps of one size out of gradients of any: at a rate of 0.01 one weight
@@ -67,7 +69,6 @@ def test_equals_one_process(world: Communicator, kind: str, jit_compile: bool) -
         assert int(model.optimizer.iterations) == epochs * steps
 
 
-@pytest.mark.dealt
 @pytest.mark.parametrize("own_step", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -95,7 +96,6 @@ def test_ways_of_running_a_step(
     assert_equal_everywhere(world, model)
 
 
-@pytest.mark.dealt
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("own_step", [False, True])
 def test_fewer_samples_than_ranks(
