@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 
 from distkeras._metrics import _entries
 from distkeras.communicators import Communicator
+from distkeras.gradients import Counters
 
 _REFRESHES = 100
 _EVERY = 10
@@ -28,20 +30,30 @@ class GlobalProgress(keras.callbacks.Callback):
         shown: whether rank 0 shows a bar; the same on every rank. Without, nothing is
             sent.
         steps: of an epoch, where they are known.
+        counters: of the exchange, which know of all ranks' examples: the bar shows
+            `samples_per_second` then.
     """
 
     def __init__(
-        self, communicator: Communicator, *, shown: bool, steps: int | None
+        self,
+        communicator: Communicator,
+        *,
+        shown: bool,
+        steps: int | None,
+        counters: Counters | None = None,
     ) -> None:
         super().__init__()
         self._communicator = communicator
         self._shown = shown
         self._every = max(1, steps // _REFRESHES) if steps else _EVERY
+        self._counters = counters
+        self._began: tuple[float, float] | None = None
         self._batches = 0
         self._values: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches."""
+        self._began = None
         self._batches = 0
         self._values = {}
 
@@ -56,6 +68,19 @@ class GlobalProgress(keras.callbacks.Callback):
         self._batches += 1
         if logs is not None:
             logs.update({k: v for k, v in self._values.items() if k in logs})
+            logs.update(self._pace())
+
+    def _pace(self) -> dict[str, float]:
+        """Returns examples a second of this epoch, without the step that is traced."""
+        if self._counters is None:
+            return {}
+        now, seen = time.perf_counter(), self._counters.examples
+        if self._began is None:
+            self._began = now, seen
+        then, before = self._began
+        return {
+            "samples_per_second": (seen - before) / (now - then) if then < now else 0
+        }
 
 
 def global_results(

@@ -202,7 +202,12 @@ class Session:
             *self._timelines(functions.exchange),
             *boards.arranged(users),
             *going_on.late,
-            GlobalProgress(self._communicator, shown=bar, steps=data.num_batches),
+            GlobalProgress(
+                self._communicator,
+                shown=bar,
+                steps=data.num_batches,
+                counters=functions.exchange.counters,
+            ),
         ]
         with (
             self._setting(
