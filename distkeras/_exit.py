@@ -1,8 +1,10 @@
 """How a rank that fails leaves: what its launcher must be told, and when."""
 
 import contextlib
+import os
 import signal
 import sys
+from pathlib import Path
 
 INTERRUPTED = 130
 """The exit code that a shell reports for a program that Ctrl-C ended."""
@@ -30,6 +32,27 @@ LAST_WORDS = 0.5
 
 MPICH's launcher drops what it has not read when a rank aborts.
 """
+
+
+STATUS = "DISTKERAS_STATUS"
+"""The variable that names a folder in which ranks beside their launcher tell their end.
+
+By files: `ended` of a rank that has ended well, `failed` with the exit code of one that
+ends the job.
+"""
+
+
+def tell_launcher(name: str, text: str = "") -> None:
+    """Leaves a file in the launcher's folder, if there is one on this machine.
+
+    Args:
+        name: `ended` or `failed`.
+        text: its content.
+    """
+    folder = os.environ.get(STATUS)
+    if folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / name).write_text(text)
 
 
 def flush() -> None:

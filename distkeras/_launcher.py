@@ -13,9 +13,6 @@ from typing import NamedTuple
 ELASTIC = "DISTKERAS_ELASTIC"
 """The variable by which ranks know that their job outlives lost ones."""
 
-ENDED = "DISTKERAS_ENDED"
-"""The variable that names a file which a rank makes when it has ended well."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:

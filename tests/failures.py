@@ -16,6 +16,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,19 @@ FAULTS = (
     Fault("Ctrl-C", "time.sleep(60)", (), signal=signal.SIGINT),
     Fault("SIGTERM to the launcher", "time.sleep(60)", (), signal=signal.SIGTERM),
 )
+
+CUT = Fault(
+    "the link between two hosts is cut",
+    "\n    ".join(
+        [
+            "while not os.path.exists(f'{folder}/cut'):",
+            "    time.sleep(0.01)",
+        ]
+    ),
+    (r"rank 1\b|other hosts", "DISTKERAS_TIMEOUT"),
+    stuck=True,
+)
+"""On the second host of two, each with one rank."""
 
 _HEAD = """
 import os, signal, sys, time
@@ -237,6 +251,8 @@ def run(
     program: str = LOOP,
     *,
     timeout: float = TIMEOUT,
+    command: list[str] | None = None,
+    act: Callable[[], None] | None = None,
 ) -> Outcome:
     """Runs a job in which a fault happens.
 
@@ -247,12 +263,14 @@ def run(
         folder: empty; for the script and for what the job writes.
         program: what stands behind the start-up.
         timeout: seconds, where a rank is stuck.
+        command: what the launcher's command begins with, if it is another one.
+        act: what the test does once the rank is there.
     """
     script = folder / "job.py"
     script.write_text(_HEAD.replace("FAULT", fault.code) + textwrap.dedent(program))
     # Short: Open MPI makes sockets below it, whose paths have a limit.
     temporary = Path(tempfile.mkdtemp(prefix="dk", dir="/tmp"))
-    begin, added = launchers()[launcher]
+    begin, added = (command, {}) if command else launchers()[launcher]
     environ = {
         **{k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         **added,
@@ -263,10 +281,10 @@ def run(
     environ.pop("DISTKERAS_TIMEOUT", None)
     if fault.stuck:
         environ["DISTKERAS_TIMEOUT"] = str(timeout)
-    command = [*begin, str(script), stage, str(fault.rank), str(folder)]
+    words = [*begin, str(script), stage, str(fault.rank), str(folder)]
     with (folder / "output").open("wb") as sink:
         process = subprocess.Popen(
-            command,
+            words,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -274,12 +292,13 @@ def run(
             start_new_session=True,
         )
         shared: set[str] = set()
-        hung = not _wait(process, folder, fault, shared)
+        hung = not _wait(process, folder, fault, shared, act)
     ended = time.time()
     reached = folder / "reached"
     since = float(reached.read_text()) if reached.exists() else ended
     pids = [int(path.read_text() or 0) for path in folder.glob("*.pid")]
-    orphans = _orphans(pids)
+    # Two sides that are cut off end each by itself.
+    orphans = _orphans(pids, 10 if fault is CUT else 2)
     left = sorted(str(p.relative_to(temporary)) for p in temporary.rglob("*"))
     left += sorted(filter(os.path.exists, shared))
     subprocess.run(["rm", "-rf", str(temporary)], check=False)
@@ -296,7 +315,11 @@ def run(
 
 
 def _wait(
-    process: subprocess.Popen[bytes], folder: Path, fault: Fault, shared: set[str]
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    fault: Fault,
+    shared: set[str],
+    act: Callable[[], None] | None,
 ) -> bool:
     """Waits for a job to end; sends its signal; ends it if it is late.
 
@@ -311,6 +334,8 @@ def _wait(
         time.sleep(0.02)
     time.sleep(0.1)
     shared |= _shared_memory(folder)
+    if act is not None:
+        act()
     if fault.signal is not None:
         time.sleep(1)  # the others wait in a collective by then
         process.send_signal(fault.signal)
@@ -339,9 +364,9 @@ def _alive(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def _orphans(pids: Iterable[int]) -> list[int]:
-    """Returns which processes still run after two seconds; ends them."""
-    deadline = time.monotonic() + 2
+def _orphans(pids: Iterable[int], seconds: float) -> list[int]:
+    """Returns which processes still run after some seconds; ends them."""
+    deadline = time.monotonic() + seconds
     left = [pid for pid in pids if pid]
     while (left := [p for p in left if _alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -374,6 +399,8 @@ def problems(fault: Fault, outcome: Outcome, *, launcher: str = "mpiexec") -> li
     killed = fault.code.startswith(("os.kill", "os._exit")) and not fault.stuck
     ours = launcher != "MPICH" or not (killed or fault.signal)
     limit = LIMIT + (outcome.timeout if fault.stuck else 0)
+    if fault is CUT:  # there Open MPI's launcher is waited for, and ended
+        limit += 10
     found = []
     if outcome.hung:
         found.append("it hung")
@@ -383,7 +410,7 @@ def problems(fault: Fault, outcome: Outcome, *, launcher: str = "mpiexec") -> li
         found.append("its exit code is 0")
     if outcome.orphans:
         found.append(f"processes were left: {outcome.orphans}")
-    if outcome.left and (ours or outcome.hung):
+    if outcome.left and (ours or outcome.hung) and fault is not CUT:
         found.append(f"files were left: {outcome.left}")
     if ours:
         found += [
@@ -410,7 +437,8 @@ def table(outcomes: Table) -> str:
             "| | " + " | ".join(STAGES) + " |",
             "| --- |" + " --- |" * len(STAGES),
         ]
-        for fault in FAULTS:
+        named = {name for started, name, _ in outcomes if started == launcher}
+        for fault in (f for f in (*FAULTS, CUT) if f.name in named):
             cells = [_cell(outcomes.get((launcher, fault.name, s))) for s in STAGES]
             lines.append(f"| {fault.name} | {' | '.join(cells)} |")
         lines.append("")
@@ -425,6 +453,7 @@ _TITLES = {
     "distkeras run": "`distkeras run`, Open MPI",
     "mpiexec": "Open MPI's `mpiexec`",
     "MPICH": "MPICH's `mpiexec`",
+    "two hosts": "`distkeras run` over two hosts, Open MPI",
 }
 
 _INTRODUCTION = """\
@@ -463,5 +492,8 @@ codes of its own for signals, and leaves one file in `/dev/shm` where a rank is 
 from outside (`distkeras run` removes those of its machine). After `os._exit(0)` it ends
 the other ranks, silently, and sometimes with exit code 0; nothing of distkeras runs
 then. Ranks of other hosts cannot
-be looked at by process number: one that is stopped there is said not to answer.
+be looked at by process number: one that is stopped there is said not to answer. Where a
+host is out of reach, the ranks on both sides end at the timeout. `distkeras run` ends
+Open MPI's launcher then, which would wait for its daemon on that host; the daemon stays
+until its connection breaks.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,15 @@ class Hosts:
             words = ["tc", "qdisc", "add", "dev", f"{name}c", "root", "tbf", *limits]
             words = ["ip", "netns", "exec", name, *words]
             subprocess.run(words, check=True, capture_output=True, text=True)
+
+    def end(self) -> None:
+        """Ends what still runs on the hosts, such as a launcher's daemon."""
+        for name in self.names:
+            listed = ["ip", "netns", "pids", name]
+            found = subprocess.run(listed, capture_output=True, text=True, check=False)
+            for pid in found.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def cut(self) -> None:
         """Takes the second host's cable out."""

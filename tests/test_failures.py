@@ -9,11 +9,13 @@ table of the documentation:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import failures
 import pytest
+from failures import CUT
 from failures import FAULTS
 from failures import FIT
 from failures import LIMIT
@@ -21,6 +23,7 @@ from failures import LOOP
 from failures import STAGES
 from failures import Fault
 from failures import Outcome
+from several_hosts import two_hosts
 
 pytestmark = pytest.mark.launches
 
@@ -64,9 +67,34 @@ def outcomes() -> Iterator[dict[tuple[str, str, str], Outcome]]:
     collected: dict[tuple[str, str, str], Outcome] = {}
     yield collected
     path = os.environ.get("DISTKERAS_FAILURES_TABLE")
-    if path and len(collected) == len(_CELLS):
+    if path and len(collected) == len(_CELLS) + len(STAGES):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text(failures.table(collected), encoding="utf-8")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", STAGES)
+def test_hosts_whose_link_is_cut(
+    stage: str, tmp_path: Path, outcomes: dict[tuple[str, str, str], Outcome]
+) -> None:
+    """The ranks on both sides end at the timeout, and so does the launcher."""
+    with two_hosts(tmp_path) as hosts:
+        command = [sys.executable, "-m", "distkeras", "run"]
+        command += ["-H", ",".join(f"{address}:1" for address in hosts.addresses)]
+        command += ["--prtemca", "plm_ssh_agent", str(hosts.agent)]
+
+        def act() -> None:
+            hosts.cut()
+            (tmp_path / "cut").touch()
+
+        # One side waits from the cut on, the other until it has come there.
+        outcome = failures.run(
+            "two hosts", CUT, stage, tmp_path, command=hosts.on_first(command), act=act
+        )
+        hosts.end()
+    wrong = failures.problems(CUT, outcome)
+    assert not wrong, f"{'; '.join(wrong)}\n{outcome.tail}"
+    outcomes["two hosts", CUT.name, stage] = outcome
 
 
 @pytest.mark.soak

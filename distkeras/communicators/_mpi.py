@@ -23,6 +23,7 @@ import numpy as np
 
 from distkeras._errors import CommunicatorError
 from distkeras._exit import flush
+from distkeras._exit import tell_launcher
 from distkeras._launcher import ELASTIC
 from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
@@ -504,6 +505,7 @@ class MPICommunicator(Communicator):
     def abort(self, code: int = 1) -> None:
         """Ends all processes of the job at once with exit code `code`."""
         flush()
+        tell_launcher("failed", str(code))
         self._mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:

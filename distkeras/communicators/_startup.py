@@ -136,6 +136,10 @@ def _report(mine: int, ranks: dict[int, int], elapsed: float, local_size: int) -
 def _end(pid: int) -> None:
     """Ends the rank; a handler of its own could not run."""
     _remove_files(pid)
+    folder = os.environ.get("DISTKERAS_STATUS")  # see `distkeras._exit.tell_launcher`
+    if folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / "failed").write_text(str(128 + signal.SIGTERM))
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

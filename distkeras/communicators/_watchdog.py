@@ -19,6 +19,7 @@ import dataclasses
 import math
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -631,3 +632,20 @@ def _leave_at_exit() -> None:
     watchdog = _watchdog
     if watchdog is not None and watchdog.process == os.getpid():
         watchdog.leave(free=False)
+        _limit_what_follows(watchdog.timeout)
+
+
+def _limit_what_follows(timeout: float) -> None:
+    """Has the system end this process if MPI's finalization takes too long.
+
+    It waits for all ranks, also for those of a host that is out of reach by now, and
+    no thread of Python runs any more. Not where the program uses the alarm itself.
+    """
+    unused = (
+        hasattr(signal, "setitimer")
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+        and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    )
+    if timeout and unused:
+        signal.setitimer(signal.ITIMER_REAL, timeout)

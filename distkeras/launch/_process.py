@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +20,19 @@ from types import FrameType
 from typing import IO
 
 from distkeras import _leftovers
+from distkeras._exit import LEFT
+from distkeras._exit import STATUS
 from distkeras._exit import write
 from distkeras.launch import _ranks
 
 _PR_SET_PDEATHSIG = 1
 # Seconds for ranks that their launcher has just killed.
 _DYING = 0.3
+# Seconds between looks at whether a rank has ended the job, and for the launcher to
+# end then; and for its last lines.
+_BETWEEN_LOOKS = 1.0
+_CLEANING_UP = 5.0
+_LAST_LINES = 5.0
 # Seconds for ranks that handle a signal themselves, to finish and to write.
 _FINISHING = 600.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -123,6 +131,7 @@ def run(
     logs: Path | None = None,
     grace: float = 5.0,
     heard: list[int] | None = None,
+    may_lose: bool = False,
 ) -> int:
     """Runs a launcher until it ends.
 
@@ -132,6 +141,9 @@ def run(
     `fit`), they get it, not the launcher, and have ten minutes to end. SIGUSR1 and
     SIGUSR2 are passed on too, and nothing follows.
 
+    A launcher that does not end after a rank of this machine has ended the job is
+    killed: it may wait for a host that does not answer any more.
+
     Args:
         command: the words of the command.
         environ: the whole environment.
@@ -140,21 +152,50 @@ def run(
         logs: a folder in which each rank's output is written to a file too.
         grace: seconds.
         heard: gets the numbers of the signals that came.
+        may_lose: whether its exit code is 0 also where all ranks, which are of this
+            machine, were killed.
 
     Returns:
         The exit code: the child's own, or 128 plus the number of the signal that
         ended it or that was passed on to it.
     """
+    with tempfile.TemporaryDirectory(prefix="distkeras-") as folder:
+        code = _run(
+            command,
+            {**environ, STATUS: folder},
+            tagged,
+            _Logs(logs),
+            shown,
+            grace,
+            [] if heard is None else heard,
+            Path(folder) / "failed",
+        )
+        if code or not may_lose or (Path(folder) / "ended").exists():
+            return code
+    write(f"distkeras run: all ranks were lost, none has ended well: exit code {LEFT}")
+    return LEFT
+
+
+def _run(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    tagged: bool,
+    files: _Logs,
+    shown: bool,
+    grace: float,
+    heard: list[int],
+    failed: Path,
+) -> int:
+    """Does what `run` says; `failed` is the file that a rank makes to end the job."""
     sys.stdout.flush()
     sys.stderr.flush()
     began = time.time()
     process = start(command, environ, piped=tagged)
-    with _passing_signals_to(
-        process, grace, [] if heard is None else heard
-    ) as received:
-        files = _Logs(logs)
+    with _passing_signals_to(process, grace, heard) as received:
         pumps = [
-            threading.Thread(target=_pump, args=(source, sink, files, shown))
+            threading.Thread(
+                target=_pump, args=(source, sink, files, shown), daemon=True
+            )
             for source, sink in (
                 (process.stdout, sys.stdout.buffer),
                 (process.stderr, sys.stderr.buffer),
@@ -163,15 +204,36 @@ def run(
         ]
         for pump in pumps:
             pump.start()
-        code = process.wait()
+        code = _wait(process, failed)
         for pump in pumps:
-            pump.join()
+            # What the launcher has started on other hosts may hold the pipe for ever.
+            pump.join(_LAST_LINES if code else None)
         files.close()
     if received or code:
         remove_leftovers(began)
     if received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code
+
+
+def _wait(process: subprocess.Popen[bytes], failed: Path) -> int:
+    """Waits for a launcher; kills it where it outlives a rank's end of the job."""
+    while True:
+        try:
+            return process.wait(_BETWEEN_LOOKS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError, ValueError):
+                late = time.time() - failed.stat().st_mtime
+                if late > _CLEANING_UP:
+                    code = int(failed.read_text())
+                    _kill_group(process)
+                    process.wait()
+                    write(
+                        f"distkeras run: the launcher has not ended {late:.0f} s after "
+                        "its ranks on this machine: a host may be out of reach, where "
+                        f"processes may be left. It was killed; exit code {code}."
+                    )
+                    return code
 
 
 def remove_leftovers(began: float) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from pathlib import Path
 
-from distkeras._exit import LEFT
 from distkeras._launcher import ELASTIC
-from distkeras._launcher import ENDED
 from distkeras.launch import _hosts
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
@@ -118,49 +112,17 @@ def main(argv: Sequence[str]) -> int:
         folder = options.log_dir
         if folder is not None and number:
             folder = folder / f"restart-{number}"
-        with _ended_well(options.elastic and not hosts) as (added, check):
-            code = _process.run(
-                command,
-                {**environ, **added},
-                tagged=tagged,
-                shown=options.tag,
-                logs=folder,
-                heard=signals,
-            )
-            return check(code)
+        return _process.run(
+            command,
+            environ,
+            tagged=tagged,
+            shown=options.tag,
+            logs=folder,
+            heard=signals,
+            may_lose=options.elastic and not hosts,
+        )
 
     return _restarts.run_again(run, options.max_restarts)
-
-
-@contextlib.contextmanager
-def _ended_well(
-    wanted: bool,
-) -> Iterator[tuple[dict[str, str], Callable[[int], int]]]:
-    """Looks whether any rank of an elastic job has ended well.
-
-    Args:
-        wanted: whether to look: on other hosts a file here is not seen.
-
-    Yields:
-        Variables for the ranks, and a function that corrects the job's exit code.
-    """
-    if not wanted:
-        yield {}, lambda code: code
-        return
-    with tempfile.TemporaryDirectory(prefix="distkeras-") as folder:
-        path = Path(folder) / "ended"
-
-        def check(code: int) -> int:
-            if code or path.exists():
-                return code
-            print(
-                "distkeras run: all ranks were lost, none has ended well: exit code "
-                f"{LEFT}",
-                file=sys.stderr,
-            )
-            return LEFT
-
-        yield {ENDED: str(path)}, check
 
 
 def _chosen_hosts(

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from collections.abc import MutableMapping
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from distkeras import _leftovers
@@ -28,8 +27,8 @@ from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
 from distkeras._exit import flush
+from distkeras._exit import tell_launcher
 from distkeras._exit import write
-from distkeras._launcher import ENDED
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.launch import _node
@@ -59,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as exit_:
         code = _exit_code(exit_)
         if code == 0:
-            _tell_of_good_end()
+            tell_launcher("ended")
             raise
         _report_exit(exit_, launcher)
     except BaseException as error:
         _report_error(error, launcher)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     else:
-        _tell_of_good_end()
+        tell_launcher("ended")
         return
     _end_job(code)
     sys.exit(code)
@@ -125,16 +124,6 @@ def _run_as_main(words: Sequence[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def _tell_of_good_end() -> None:
-    """Makes a file for the launcher of an elastic job.
-
-    There, `mpiexec` ends with code 0 also where all ranks have been killed.
-    """
-    if os.environ.get(ENDED):
-        with contextlib.suppress(OSError):
-            Path(os.environ[ENDED]).touch()
-
-
 def _exit_code(exit_: SystemExit) -> int:
     """Returns the code that Python exits with, within one byte."""
     if exit_.code is None:
@@ -183,6 +172,7 @@ def _end_job(code: int) -> None:
     they take the message that `MPI_Abort` would send (PMI-1's wire protocol).
     """
     flush()
+    tell_launcher("failed", str(code))
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized():
