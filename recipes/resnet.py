@@ -155,17 +155,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         callbacks=_training.callbacks(args, "val_accuracy"),
         resume="auto" if args.resume else None,
         verbose=2,
-    ).history
+    )
     seconds = time.perf_counter() - start
-    _training.check(history)
+    logs, numbers = history.history, history.epoch
+    _training.check(logs)
 
     if world.rank == 0:
-        loss, best = history["loss"], int(np.argmax(history["val_accuracy"]))
-        seen = len(loss) * min(len(x), steps_per_epoch * global_batch_size)
+        best = int(np.argmax(logs["val_accuracy"]))
+        seen = len(numbers) * min(len(x), steps_per_epoch * global_batch_size)
         print(
             f"ResNet-{args.depth} on {args.data}, ranks: {world.size}, "
-            f"val_accuracy: {history['val_accuracy'][best]:.4f} "
-            f"in epoch {best + 1} of {len(loss)}, time: {seconds:.1f} s, "
+            f"val_accuracy: {logs['val_accuracy'][best]:.4f} "
+            f"in epoch {numbers[best] + 1} of {numbers[-1] + 1}, "
+            f"time: {seconds:.1f} s, "
             f"samples/s: {seen / seconds:.0f}, "
             f"best model: {args.output / 'best.keras'}",
             flush=True,

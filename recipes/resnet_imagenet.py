@@ -165,17 +165,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         callbacks=_training.callbacks(args, "val_top_1"),
         resume="auto" if args.resume else None,
         verbose=2,
-    ).history
+    )
     seconds = time.perf_counter() - start
-    _training.check(history)
+    logs, numbers = history.history, history.epoch
+    _training.check(logs)
 
     if world.rank == 0:
-        best = int(np.argmax(history["val_top_1"]))
+        best = int(np.argmax(logs["val_top_1"]))
         print(
             f"ResNet-{args.depth} on {args.data}, ranks: {world.size}, "
-            f"top-1: {history['val_top_1'][best]:.4f}, "
-            f"top-5: {history['val_top_5'][best]:.4f} "
-            f"in epoch {best + 1} of {len(history['loss'])}, time: {seconds:.1f} s, "
+            f"top-1: {logs['val_top_1'][best]:.4f}, "
+            f"top-5: {logs['val_top_5'][best]:.4f} "
+            f"in epoch {numbers[best] + 1} of {numbers[-1] + 1}, "
+            f"time: {seconds:.1f} s, "
             f"best model: {args.output / 'best.keras'}",
             flush=True,
         )

@@ -1,13 +1,22 @@
 """Leftovers of Horovod: variables that have no effect are named, once."""
 
+import contextlib
+import inspect
+import io
+import itertools
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import distkeras
+import distkeras.callbacks
 from distkeras import _horovod
 from distkeras._launcher import Launcher
+from distkeras.launch import _cli
 
 
 def test_variables_are_named_with_what_replaces_them(
@@ -42,6 +51,27 @@ def test_nothing_is_said_without_them_or_on_other_ranks(
     _horovod.warn_of_ignored_variables({"PATH": "/bin"}, None)
     _horovod.warn_of_ignored_variables({"HOROVOD_X": "x"}, Launcher("test", 1, 2))
     assert caplog.records == []
+
+
+def test_what_the_page_names_exists() -> None:
+    """Names of distkeras, options of the Trainer and of the command line."""
+    page = (Path(__file__).parent.parent / "docs/from-horovod.md").read_text()
+    page += "".join(f"`{text}`" for text in _horovod._INSTEAD.values())
+    names = set(re.findall(r"`distkeras\.((?:callbacks\.)?\w+)", page))
+    assert len(names) >= 10
+    for name in names:
+        here = distkeras
+        for part in name.split("."):
+            here = getattr(here, part)
+    options = set(re.findall(r"Trainer\(model, (\w+)=", page))
+    assert len(options) > 4
+    assert options <= set(inspect.signature(distkeras.Trainer).parameters)
+    flags = set(re.findall(r"`distkeras run [^`]*?(--[\w-]+)|`(--max-restarts)`", page))
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+        _cli.main(["run", "--help"])
+    assert flags
+    for flag in itertools.chain.from_iterable(flags):
+        assert flag in said.getvalue()
 
 
 # As in Horovod's documentation, with what takes their place.

@@ -19,12 +19,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from checkpoints import KillAt
+from checkpoints import Killed
 from numpy.testing import assert_array_equal
 
 import distkeras
 from distkeras import communicators
+from distkeras.callbacks import Checkpoint
 from distkeras.recipes import _data
 from distkeras.recipes import _options
+from distkeras.recipes import _samples
 from distkeras.recipes import _training
 from distkeras.recipes import evidence
 from distkeras.recipes import resnet
@@ -464,7 +468,7 @@ def the_same_command_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -
         assert len(rows_of(folder / "runs/resnet")) == epochs
         if world.rank == 0:
             (result,) = RESULT.finditer(said)
-            assert result["epochs"] == "1"
+            assert result["epochs"] == str(epochs)
         world.barrier()
     with pytest.raises(SystemExit, match="0"):
         resnet.main([*words, "--epochs", "2"])
@@ -488,6 +492,45 @@ def test_the_same_command_goes_on_on_ranks(
 ) -> None:
     """`mpiexec -n 3 python -m pytest -m soak tests/test_recipes.py -k goes_on`."""
     the_same_command_goes_on(folder, capsys)
+
+
+@pytest.mark.soak
+@pytest.mark.tensorflow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("files", ["tfrecords", "folders"])
+def test_imagenet_goes_on_within_an_epoch(
+    world: communicators.Communicator,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: str,
+) -> None:
+    """`mpiexec -n 3 python -m pytest -m soak tests/test_recipes.py -k goes_on`."""
+    _samples.make(folder / "images", files)
+    words = ["--depth", "10", "--image-size", "32", "--epochs", "2", "--resume"]
+    words += ["--data-dir", "images", "--checkpoint-steps", "1"]
+    resnet_imagenet.main([*words, "--output", "whole"])
+    with monkeypatch.context() as patch:
+        usual, train = _training.callbacks, _samples.COUNTS["train"]
+        steps = train // (8 * world.size) + 2  # within the second epoch
+        patch.setattr(
+            _training, "callbacks", lambda *args: [*usual(*args), KillAt(steps + 3)]
+        )
+        with pytest.raises(Killed):
+            resnet_imagenet.main([*words, "--output", "killed"])
+    resnet_imagenet.main([*words, "--output", "killed"])
+    if world.rank == 0:
+        assert rows_of(folder / "killed") == rows_of(folder / "whole")
+    world.barrier()
+
+
+def test_checkpoints_are_written_within_epochs_too(tmp_path: Path) -> None:
+    words = ["--resume", "--checkpoint-steps", "5", "--output", str(tmp_path)]
+    for recipe in (resnet, resnet_imagenet):
+        checkpoint, *others = _training.callbacks(recipe.parse(words), "val_accuracy")
+        assert isinstance(checkpoint, Checkpoint)
+        assert (checkpoint.every_steps, checkpoint.every_epochs) == (5, 1)
+        assert not any(isinstance(other, Checkpoint) for other in others)
 
 
 @pytest.mark.tensorflow
