@@ -110,7 +110,7 @@ def figures(ranks: Sequence[_Sums]) -> Figures | None:
 
 
 class FigureKeeper(keras.callbacks.Callback):
-    """Logs the figures at the end of training, and keeps those of epochs.
+    """Logs the figures of epochs and of all of training, and keeps the newest.
 
     The first step of training is left out, in which TensorFlow traces. It must come
     before callbacks that read what it keeps.
@@ -164,8 +164,12 @@ class FigureKeeper(keras.callbacks.Callback):
         return found
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Gathers the epoch's sums; collective."""
+        """Gathers the epoch's sums, and logs the figures; collective."""
         self.newest = self._gather(self._epoch_start)
+        size = self._communicator.size
+        # Of a single epoch the line at the end says the same.
+        if self.newest and size > 1 and (self.params or {}).get("epochs", 1) > 1:
+            LOGGER.info(f"epoch {epoch + 1}: {self.newest.line(size)}")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Says what training took; collective."""

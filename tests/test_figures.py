@@ -86,6 +86,10 @@ def test_what_training_took(
         run.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[board])
     logger.propagate = propagates
     said = [r.getMessage() for r in caplog.records]
+    by_epoch = [text for text in said if re.match(r"epoch \d+: \S+ samples/s, ", text)]
+    assert [text.split(":")[0] for text in by_epoch] == (
+        ["epoch 1", "epoch 2"] if world.rank == 0 else []
+    )
     said = [text for text in said if text.startswith("trained for ")]
     assert len(said) == (world.rank == 0)
     for text in said:
