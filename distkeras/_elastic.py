@@ -116,6 +116,12 @@ def check_can_be_shared_out_anew(
             "data that can be gone through again, so that it can be dealt anew: pass "
             "a keras.utils.PyDataset or a tf.data.Dataset instead of a generator"
         )
+    elif not data.can_begin_again:
+        reason = (
+            "a pipeline whose order can be had again, so that a pass can be dealt "
+            "anew: `shuffle(..., reshuffle_each_iteration=False)`, or a "
+            "keras.utils.PyDataset, which is shuffled anew every epoch"
+        )
     elif steps is not None and steps_per_epoch is not None and steps_per_epoch < steps:
         reason = (
             "epochs of whole passes over the data: leave `steps_per_epoch` out "

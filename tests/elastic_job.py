@@ -121,6 +121,32 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
     return x, np.stack([x.sum(axis=1), np.arange(SAMPLES)], axis=1).astype("float32")
 
 
+class Batches(keras.utils.PyDataset):
+    """Samples in batches, by number."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, size: int) -> None:
+        super().__init__()
+        self.x, self.y, self.size = x, y, size
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // self.size)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(index * self.size, (index + 1) * self.size)
+        return self.x[part], self.y[part]
+
+
+def in_batches(kind: str, x: np.ndarray, y: np.ndarray, size: int) -> Any:
+    """Returns samples as data that comes in batches."""
+    if kind == "PyDataset":
+        return Batches(x, y, size)
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    again = kind == "tf.data, shuffled anew"
+    return data.shuffle(SAMPLES, seed=3, reshuffle_each_iteration=again).batch(size)
+
+
 def main(folder: Path, options: dict[str, Any]) -> None:
     """Trains, evaluates and saves."""
     (folder / f"process-{ME}").write_text(str(os.getpid()))
@@ -142,10 +168,12 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     trainer.compile(
         **compiled_with(0.01), steps_per_execution=options.get("execution", 1)
     )
+    data, size = (x, y), GLOBAL_BATCH // distkeras.size()
+    if options.get("data"):
+        data, size = (in_batches(options["data"], x, y, size), None), None
     history = trainer.fit(
-        x,
-        y,
-        batch_size=GLOBAL_BATCH // distkeras.size(),
+        *data,
+        batch_size=size,
         epochs=EPOCHS,
         validation_data=(x[:30], y[:30]),
         callbacks=callbacks,

@@ -241,6 +241,15 @@ def test_the_learning_rate_follows(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["PyDataset", "tf.data"])
+def test_data_that_is_dealt_by_batch(tmp_path: Path, kind: str) -> None:
+    options = {"deaths": [[0, "step", 1, 3], [2, "epoch_end", 2, 0]], "data": kind}
+    job = finish(begin(tmp_path, options, "--elastic"), tmp_path)
+    check(job, [1], {})
+    assert job.results[1]["rate"] == pytest.approx(0.01)
+
+
+@pytest.mark.soak
 def test_too_few_are_left_without_a_checkpoint(tmp_path: Path) -> None:
     options = {"deaths": [[1, "step", 1, 3]]}
     job = finish(begin(tmp_path, options, "--elastic", "--min-n", "3"), tmp_path)

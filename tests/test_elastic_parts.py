@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from distkeras import backends
 from distkeras import data
@@ -200,6 +201,8 @@ def test_what_cannot_be_dealt_anew_is_refused(world: Communicator) -> None:
     own = data.shard(x, communicator=world, batch_size=2, shard=False)
     whole = data.shard(x, communicator=world, batch_size=2)
     once = data.shard(batches(), communicator=world, steps_per_epoch=1)
+    pipeline = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(12, seed=1).batch(2)
+    shuffled = data.shard(pipeline, communicator=world)
     check_can_be_shared_out_anew(whole, None, [], None)
     backup = keras.callbacks.BackupAndRestore("folder")
     steps = whole.num_batches - 1
@@ -207,6 +210,7 @@ def test_what_cannot_be_dealt_anew_is_refused(world: Communicator) -> None:
         ((own, None, [], None), "shard=False"),
         ((once, None, [], None), "generator"),
         ((whole, once, [], None), "generator"),
+        ((shuffled, None, [], None), "reshuffle_each_iteration"),
         ((whole, None, [backup], None), "BackupAndRestore"),
         *([((whole, None, [], steps), "steps_per_epoch")] if steps else []),
     ):

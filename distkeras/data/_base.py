@@ -251,6 +251,11 @@ class ShardedData(DataAdapter):
         return False
 
     @property
+    def can_begin_again(self) -> bool:
+        """Whether a pass that has begun can be gone through again in this process."""
+        return not self.single_pass
+
+    @property
     def num_examples(self) -> int | None:
         """Examples of all ranks together, or None if it is not known."""
         return self._examples

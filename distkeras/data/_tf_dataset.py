@@ -13,6 +13,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 from distkeras.data._base import Part
 from distkeras.data._base import ShardedData
 from distkeras.data._tf_order import check_order
+from distkeras.data._tf_order import has_order_of_its_own
 
 _INFINITE = -1
 _UNKNOWN = -2
@@ -128,6 +129,11 @@ class ShardedTFDataset(ShardedData):
             return epochs * self._steps_per_epoch // (self._steps or _FOREVER)
         # Where it knows the number of steps it makes another at the end of each.
         return epochs if self._steps is None else 2 * epochs
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether a pass that has begun can be gone through again in this process."""
+        return not has_order_of_its_own(self._whole)
 
     @property
     def _own_count(self) -> int | None:

@@ -61,6 +61,26 @@ def check_order(dataset: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def has_order_of_its_own(dataset: Any) -> bool:
+    """Whether each iterator over a pipeline sees another order than the one before.
+
+    TensorFlow counts them where nobody can set them back: a pass that has begun cannot
+    be gone through again in the same process.
+
+    Args:
+        dataset: a `tf.data.Dataset`.
+    """
+    return any(
+        (type(node).__name__.startswith("_Shuffle") and _reshuffles(node))
+        or getattr(node, "_rerandomize", None)
+        for node in _walk(dataset)
+    )
+
+
+def _reshuffles(node: Any) -> bool:
+    return getattr(node, "_reshuffle_each_iteration", None) is not False
+
+
 def _walk(dataset: Any) -> Iterator[Any]:
     """The pipeline's datasets, each once, in an order that depends on it alone."""
     seen: set[int] = set()
