@@ -118,9 +118,10 @@ def check_can_be_shared_out_anew(
         )
     elif not data.can_begin_again:
         reason = (
-            "a pipeline whose order can be had again, so that a pass can be dealt "
-            "anew: `shuffle(..., reshuffle_each_iteration=False)`, or a "
-            "keras.utils.PyDataset, which is shuffled anew every epoch"
+            "data whose order can be had again, so that a pass can be dealt anew: a "
+            "pipeline with `shuffle(..., reshuffle_each_iteration=False)`, or a "
+            "keras.utils.PyDataset without `on_epoch_begin` and `on_epoch_end` (it is "
+            "shuffled every epoch anyway)"
         )
     elif steps is not None and steps_per_epoch is not None and steps_per_epoch < steps:
         reason = (

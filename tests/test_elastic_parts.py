@@ -192,6 +192,22 @@ def test_a_log_goes_on_where_the_commit_was(tmp_path: Path) -> None:
     assert not logger.append
 
 
+class Hooked(keras.utils.PyDataset):
+    """Shuffles itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones((2, 2), "float32"), np.ones((2, 1), "float32")
+
+    def on_epoch_end(self) -> None:
+        pass
+
+
 def test_what_cannot_be_dealt_anew_is_refused(world: Communicator) -> None:
     x = np.ones((12, 2), "float32")
 
@@ -203,6 +219,7 @@ def test_what_cannot_be_dealt_anew_is_refused(world: Communicator) -> None:
     once = data.shard(batches(), communicator=world, steps_per_epoch=1)
     pipeline = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(12, seed=1).batch(2)
     shuffled = data.shard(pipeline, communicator=world)
+    hooked = data.shard(Hooked(), communicator=world)
     check_can_be_shared_out_anew(whole, None, [], None)
     backup = keras.callbacks.BackupAndRestore("folder")
     steps = whole.num_batches - 1
@@ -211,6 +228,7 @@ def test_what_cannot_be_dealt_anew_is_refused(world: Communicator) -> None:
         ((once, None, [], None), "generator"),
         ((whole, once, [], None), "generator"),
         ((shuffled, None, [], None), "reshuffle_each_iteration"),
+        ((hooked, None, [], None), "on_epoch_end"),
         ((whole, None, [backup], None), "BackupAndRestore"),
         *([((whole, None, [], steps), "steps_per_epoch")] if steps else []),
     ):

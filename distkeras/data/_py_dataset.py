@@ -161,6 +161,16 @@ class ShardedPyDataset(ShardedStream):
             return dataset.with_options(options)
         return dataset.prefetch(tf.data.AUTOTUNE)
 
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether a pass that has begun can be gone through again in this process.
+
+        What hooks have done to a dataset cannot be taken back.
+        """
+        kind = type(self._dataset)
+        hooks = ("on_epoch_begin", "on_epoch_end")
+        return all(getattr(kind, n) is getattr(PyDataset, n) for n in hooks)
+
     def on_epoch_begin(self) -> None:
         """Runs the dataset's hook, with the same random numbers on all ranks."""
         self._run_hook(self._dataset.on_epoch_begin)
