@@ -143,6 +143,7 @@ def build(**options: Any) -> keras.Model:
 # Which rank reads what
 
 
+@pytest.mark.timeout(300)
 def test_each_image_is_seen_once_an_epoch(
     world: communicators.Communicator, found: Found
 ) -> None:
@@ -270,6 +271,7 @@ def train(
 
 
 @pytest.mark.dealt
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMS)
 def test_as_if_never_interrupted(
     world: communicators.Communicator,
@@ -294,6 +296,7 @@ def test_as_if_never_interrupted(
 
 
 @pytest.mark.dealt
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("form", "more_ranks"),
     [

@@ -477,6 +477,7 @@ def the_same_command_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.tensorflow
+@pytest.mark.timeout(240)
 def test_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
