@@ -292,7 +292,7 @@ def test_what_no_trainer_sees_ends_the_job(
 def test_lost_at_twenty_instants(
     tmp_path: Path, history: dict[str, list[float]]
 ) -> None:
-    """Ten minutes at most. The times of recovery are printed (`pytest -s`)."""
+    """Ten minutes. The times of recovery are printed (`pytest -s`)."""
     instants = random.Random(6)
     recoveries: list[float] = []
     losses = 0
@@ -314,6 +314,7 @@ def test_lost_at_twenty_instants(
         assert job.repeated <= 1
         losses += "lost rank" in job.output
         recoveries += job.recoveries
+        print(f"{number}: rank {rank}, recovered in s: {job.recoveries}", flush=True)
     print(f"{losses} of 20 lost a rank; recovered in s: {sorted(recoveries)}")
     assert losses >= 10
     assert max(recoveries) < 2
