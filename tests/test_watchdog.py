@@ -23,6 +23,7 @@ from distkeras._exit import OUT_OF_STEP
 from distkeras._exit import STALLED
 from distkeras.communicators import Communicator
 from distkeras.communicators import MPICommunicator
+from distkeras.communicators import _mail
 from distkeras.communicators import _processes
 from distkeras.communicators import _stacks
 from distkeras.communicators import _stall
@@ -307,7 +308,7 @@ def test_report_names_ranks_that_tell_the_same_together() -> None:
 def test_messages_stay_small() -> None:
     """Small enough that no MPI waits for the receiver, who may be stopped."""
     lines = [f'File "/a/path/{os.urandom(9).hex()}.py", line {n}' for n in range(500)]
-    data = _watchdog._pack(("tell", state(0, stack="\n".join(lines)), "1", 5))
+    data = _mail.pack(("tell", state(0, stack="\n".join(lines)), "1", 5))
     assert len(data) <= 3500
     kind, got, *question = pickle.loads(zlib.decompress(data))
     assert kind == "tell" and got.stack.splitlines()[-1] == lines[-1]

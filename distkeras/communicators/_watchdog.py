@@ -18,15 +18,11 @@ import contextlib
 import dataclasses
 import math
 import os
-import pickle
-import signal
 import sys
 import threading
 import time
-import zlib
 from typing import Any
 
-from distkeras import _leftovers
 from distkeras._errors import CommunicatorError
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
@@ -34,10 +30,12 @@ from distkeras._exit import STALLED
 from distkeras._exit import write
 from distkeras.communicators import _dump
 from distkeras.communicators import _elastic
+from distkeras.communicators import _ending
 from distkeras.communicators import _failure
-from distkeras.communicators import _stacks
 from distkeras.communicators import _stall
+from distkeras.communicators import _standing
 from distkeras.communicators import _waiting
+from distkeras.communicators._mail import Mail
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._processes import Process
 from distkeras.communicators._processes import status
@@ -67,11 +65,6 @@ _TURN = 0.3
 _HOLD = 2.5
 # Seconds until the second look at what needs two.
 _CONFIRM = 1.5
-# Seconds for `MPI_Abort` to end this process, before it ends itself.
-_GRACE = 3.0
-# Bytes up to which every MPI sends without waiting for the receiver.
-_EAGER = 3500
-_TAG = 1
 
 
 def read_timeout(argument: float | None) -> float:
@@ -134,10 +127,10 @@ class _Watchdog:
         self._reports_only = any(interactive for _, interactive in facts)
         self._speaks = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
         self._comm: Any = host.mpi_comm.Dup()
+        self._mail = Mail(self._mpi, self._comm)
         self._end = _waiting.Calls(range(host.size))
         self._left = False
         self._stop = threading.Event()
-        self._sent: list[tuple[Any, bytes]] = []
         self._unanswered: dict[int, float] = {}
         self._inquiry: _Inquiry | None = None
         self._current: tuple[str, int] | None = None
@@ -222,56 +215,10 @@ class _Watchdog:
         return max(waits, key=lambda wait: wait.age, default=None)
 
     def _waits(self, now: float, *, places: bool = True) -> list[Wait]:
-        """Returns what this rank waits in."""
-        found = []
-        drivers: list[int] | None = None
-        for calls in _waiting.open_calls():
-            call = calls.current
-            driver, place = "", ""
-            if call is None:
-                call = _pending(calls, now)
-                driver = "other"  # the host may go on
-            if call is None:
-                continue
-            if places and not driver:
-                drivers = _waiting.calling_threads() if drivers is None else drivers
-                driver = _driver(call.thread, drivers)
-            if places:
-                place = _stacks.where(call.thread)
-            name = END if calls is self._end else calls.name
-            found.append(
-                Wait(name, calls.members, call, now - call.since, driver, place)
-            )
-        return found
+        return _standing.waits(self._end, now, places=places)
 
     def _state(self, name: str, number: int) -> State:
-        """Describes where this rank stands.
-
-        Args:
-            name: the communicator that was asked about.
-            number: the call.
-        """
-        now = time.monotonic()
-        calls = self._end if name == END else _waiting.find_calls(name)
-        waits = tuple(self._waits(now))
-        entered = _waiting.entered()
-        entered[END] = self._end.entered
-        text = ""
-        if not self._left:
-            text = _stacks.stack()
-            for thread in {w.call.thread for w in waits}:
-                if thread != threading.main_thread().ident:
-                    text += "\nin another thread:\n" + _stacks.stack(thread)
-        return State(
-            rank=self._rank,
-            left=self._left,
-            entered=entered,
-            asked=None if calls is None else calls.find(number),
-            waits=waits,
-            busy=_busy(),
-            where="" if self._left else _stacks.where(),
-            stack=text,
-        )
+        return _standing.state(self._rank, self._end, name, number, left=self._left)
 
     # Questions and answers
 
@@ -290,28 +237,17 @@ class _Watchdog:
             # Messages to a rank that does not read them must not pile up.
             if now - self._unanswered.get(rank, -math.inf) > 6 * _CHECK:
                 self._unanswered[rank] = now
-                self._send(rank, ("ask", wait.name, wait.call.number))
+                self._mail.send(rank, ("ask", wait.name, wait.call.number))
         deadline = now + _PATIENCE
         self._inquiry = _Inquiry(wait, deadline, others, {self._rank: mine})
-
-    def _send(self, rank: int, message: Any) -> None:
-        data = _pack(message)
-        self._sent = [(r, d) for r, d in self._sent if not r.Test()]
-        request = self._comm.Isend([data, self._mpi.BYTE], dest=rank, tag=_TAG)
-        self._sent.append((request, data))
 
     def _receive(self) -> None:
         if not self._speaks:
             return
-        info = self._mpi.Status()
-        while self._comm.Iprobe(self._mpi.ANY_SOURCE, _TAG, info):
-            data = bytearray(info.Get_count(self._mpi.BYTE))
-            source = info.Get_source()
-            self._comm.Recv([data, self._mpi.BYTE], source=source, tag=_TAG)
-            kind, *content = pickle.loads(zlib.decompress(data))
+        for source, (kind, *content) in self._mail.received():
             if kind == "ask":
                 self._quiet_until = time.monotonic() + _HOLD
-                self._send(source, ("tell", self._state(*content), *content))
+                self._mail.send(source, ("tell", self._state(*content), *content))
             else:
                 self._unanswered.pop(source, None)
                 self._take_answer(source, *content)
@@ -359,7 +295,7 @@ class _Watchdog:
         calls = self._end if wait.name == END else _waiting.find_calls(wait.name)
         call = None if calls is None else calls.current
         if call is None and calls is not None:
-            call = _pending(calls, time.monotonic())
+            call = _standing.pending(calls, time.monotonic())
         return call is not None and call.number == wait.call.number
 
     def _silent(self, inquiry: _Inquiry) -> dict[int, str]:
@@ -444,7 +380,7 @@ class _Watchdog:
             self._ask_for_dumps(silent)
         write(self._report(verdict, wait, states, silent, ending=ending))
         if ending:
-            end_job(self._host, verdict.code, speaks=self._speaks)
+            _ending.end_job(self._host, verdict.code, speaks=self._speaks)
 
     def _ask_for_dumps(self, silent: dict[int, str]) -> None:
         """Lets ranks that hold Python's lock show their stacks, by a signal."""
@@ -529,58 +465,6 @@ _SILENT = {
 }
 
 
-def _pending(calls: _waiting.Calls, now: float) -> _waiting.Call | None:
-    """Returns the last call if its work is not done long after its return."""
-    if calls.pending is None or not calls.recent:
-        return None
-    last = calls.recent[-1]
-    return last if now - last.since >= _CHECK and calls.pending() else None
-
-
-def _driver(thread: int, calling: list[int]) -> str:
-    if thread not in calling:
-        return "framework" if len(calling) <= 1 else "other"
-    return "main" if calling == [thread] else "other"
-
-
-def _busy() -> float:
-    """Returns CPU seconds of this process but for threads that do not work."""
-    total = time.process_time() - time.thread_time()
-    seen = set()
-    for calls in _waiting.open_calls():
-        # Looked up just before: the clock of a thread that has ended must not be
-        # asked for, and one in a call is alive.
-        call = calls.current
-        if call is not None and call.thread not in seen:
-            seen.add(call.thread)
-            with contextlib.suppress(OSError, AttributeError):
-                total -= time.clock_gettime(time.pthread_getcpuclockid(call.thread))
-    return total
-
-
-def _pack(message: Any) -> bytes:
-    """Pickles a message; a stack that is too long loses its outer part."""
-    data = zlib.compress(pickle.dumps(message))
-    while len(data) > _EAGER and message[0] == "tell" and message[1].stack:
-        state = message[1]
-        lines = state.stack.splitlines()
-        kept = lines[len(lines) // 4 + 1 :]
-        shorter = dataclasses.replace(state, stack="\n".join(kept))
-        message = ("tell", shorter, *message[2:])
-        data = zlib.compress(pickle.dumps(message))
-    return data
-
-
-def end_job(host: MPICommunicator, code: int, *, speaks: bool = True) -> None:
-    """Ends all ranks from a thread, whatever the others of this process do."""
-    time.sleep(LAST_WORDS)
-    _leftovers.remove_own()
-    if speaks:
-        threading.Thread(target=host.abort, args=(code,), daemon=True).start()
-        time.sleep(_GRACE)
-    os._exit(code)
-
-
 _watchdog: _Watchdog | None = None
 
 
@@ -632,20 +516,4 @@ def _leave_at_exit() -> None:
     watchdog = _watchdog
     if watchdog is not None and watchdog.process == os.getpid():
         watchdog.leave(free=False)
-        _limit_what_follows(watchdog.timeout)
-
-
-def _limit_what_follows(timeout: float) -> None:
-    """Has the system end this process if MPI's finalization takes too long.
-
-    It waits for all ranks, also for those of a host that is out of reach by now, and
-    no thread of Python runs any more. Not where the program uses the alarm itself.
-    """
-    unused = (
-        hasattr(signal, "setitimer")
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-        and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    )
-    if timeout and unused:
-        signal.setitimer(signal.ITIMER_REAL, timeout)
+        _ending.limit_what_follows(watchdog.timeout)

@@ -18,6 +18,7 @@ from distkeras._launcher import discover
 from distkeras._logging import LOGGER
 from distkeras.communicators import _device
 from distkeras.communicators import _elastic
+from distkeras.communicators import _ending
 from distkeras.communicators import _failure
 from distkeras.communicators import _startup
 from distkeras.communicators import _waiting
@@ -178,7 +179,7 @@ def recover() -> Communicator:
         timeout = _watchdog.abandon()
 
         def end(code: int) -> None:
-            _watchdog.end_job(_host_of(previous.communicator), code)
+            _ending.end_job(_host_of(previous.communicator), code)
 
         with _elastic.limited(timeout or 0.0, end):
             while True:
