@@ -3,7 +3,7 @@
 All are read: their options are checked, and their launchers asked what they would
 start. By default those that take seconds run, with `--steps 2`;
 `python -m pytest -m soak tests/test_recipe_commands.py` runs all others: with files of
-the same format in FOLDER, small images, and at most 3 ranks.
+the same format in FOLDER, small images and models, and at most 3 ranks.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def test_long_commands_run_for_two_steps(tmp_path: Path, command: str) -> None:
         return
     if "imagenet" in words:
         _samples.make(tmp_path / "FOLDER", "folders")
-        more += ["--image-size", 32]
+        more += ["--image-size", 32, "--depth", 18]
     elif "cifar10" in words:
         write_cifar10(tmp_path / "FOLDER", count=200)
         more += ["--data-dir", "FOLDER"]
