@@ -64,6 +64,7 @@ def repeated(folder: Path) -> int:
 
 
 @pytest.mark.launches
+@pytest.mark.timeout(400)
 def test_killed_told_to_end_and_gone_on(tmp_path: Path) -> None:
     """Rank 1 killed at once; SIGTERM to it, to the launcher; and then to the end."""
     job = start(tmp_path)
