@@ -106,10 +106,12 @@ def build() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), *layers])
 
 
-def compiled_with(rate: float) -> dict[str, Any]:
+def compiled_with(rate: float, accumulated: int | None = None) -> dict[str, Any]:
     """Returns the arguments of `compile`."""
     return {
-        "optimizer": keras.optimizers.SGD(rate, momentum=0.9),
+        "optimizer": keras.optimizers.SGD(
+            rate, momentum=0.9, gradient_accumulation_steps=accumulated
+        ),
         "loss": FirstColumn(),
         "metrics": [Seen("rarest"), Seen("most")],
     }
@@ -166,7 +168,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     model = build()
     trainer = distkeras.Trainer(model, seed=4)
     trainer.compile(
-        **compiled_with(0.01), steps_per_execution=options.get("execution", 1)
+        **compiled_with(0.01, options.get("accumulated")),
+        steps_per_execution=options.get("execution", 1),
     )
     data, size = (x, y), GLOBAL_BATCH // distkeras.size()
     if options.get("data"):

@@ -231,6 +231,22 @@ def test_several_steps_an_execution(
 
 
 @pytest.mark.soak
+def test_gradients_of_several_steps_are_kept(tmp_path: Path) -> None:
+    """Epochs of nine steps end between two updates: what was added up goes on."""
+    jobs = []
+    for name, deaths in (
+        ("whole", []),
+        ("lost", [[1, "step", 1, 4], [0, "validation", 2, 0]]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = {"deaths": deaths, "accumulated": 2}
+        jobs.append(finish(begin(folder, options, "--elastic"), folder))
+    check(jobs[0], [0, 1, 2], {})
+    check(jobs[1], [2], jobs[0].results[0]["history"])
+
+
+@pytest.mark.soak
 def test_the_learning_rate_follows(tmp_path: Path) -> None:
     options = {"deaths": [[1, "step", 1, 3]], "resized": "rescale"}
     job = finish(begin(tmp_path, options, "--elastic"), tmp_path)
