@@ -179,7 +179,7 @@ def _place(resumption: Resumption, data: Any, steps_per_epoch: int | None) -> Po
     names = {
         "kind": "kind of data",
         "own": "`shard=False`",
-        "units": "number of samples" if data.kind == "arrays" else "number of batches",
+        "units": "number of samples or batches",
     }
     for key, value in now.items():
         if within and saved[key] != value and not (key == "units" and saved["own"]):

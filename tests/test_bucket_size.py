@@ -78,7 +78,7 @@ def test_what_was_chosen_is_logged_and_can_be_given(
         plan = exchange.plan((1,), gradients)
         exchange.close()
     assert len(plan.buckets[0].placements) == 1
-    assert f"gradients of 9.4 MB travel in {len(plan.buckets)} buckets" in caplog.text
+    assert f"gradients of 9.4 MB travel in {len(plan.buckets)} bucket(s)" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "distkeras"):
         exchange = GradientExchange(world, bucket_bytes=2**30)

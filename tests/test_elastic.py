@@ -16,7 +16,6 @@ import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -312,6 +311,7 @@ def test_lost_at_twenty_instants(
     """Ten minutes. The times of recovery are printed (`pytest -s`)."""
     instants = random.Random(6)
     recoveries: list[float] = []
+    early: list[float] = []
     losses = 0
     for number in range(20):
         folder = tmp_path / str(number)
@@ -322,6 +322,8 @@ def test_lost_at_twenty_instants(
             time.sleep(0.01)
         time.sleep(instants.uniform(0, 8))
         rank = instants.randrange(RANKS)
+        steps = [folder / f"steps-{r}" for r in range(RANKS)]
+        traced = all(s.exists() and s.read_text().count("\n") > 1 for s in steps)
         with contextlib.suppress(ProcessLookupError):
             os.kill(int((folder / f"process-{rank}").read_text()), signal.SIGKILL)
         job = finish(process, folder)
@@ -330,9 +332,10 @@ def test_lost_at_twenty_instants(
         check(job, left, history)
         assert job.repeated <= 1
         losses += "lost rank" in job.output
-        recoveries += job.recoveries
+        # A loss while another rank traces its first step has to wait for that.
+        (recoveries if traced else early).extend(job.recoveries)
         print(f"{number}: rank {rank}, recovered in s: {job.recoveries}", flush=True)
     print(f"{losses} of 20 lost a rank; recovered in s: {sorted(recoveries)}")
+    print(f"lost before all ranks had traced a step: {sorted(early)}")
     assert losses >= 10
-    # A loss while another rank traces its first step has to wait for it.
-    assert statistics.median(recoveries) < 2
+    assert max(recoveries) < 2

@@ -109,7 +109,8 @@ class ShardedTFDataset(ShardedData):
         for _ in range(self._iterators(epochs)):
             iter(self._whole)
         if units:
-            self._seen = tf.Variable(units, dtype=tf.int64, trainable=False)
+            with tf.device("CPU:0"):  # where pipelines run
+                self._seen = tf.Variable(units, dtype=tf.int64, trainable=False)
             self._adapter = None
         return super().start_at(number, units, steps=steps)
 

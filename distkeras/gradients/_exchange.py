@@ -152,7 +152,7 @@ class GradientExchange:
             self._chosen = choose_bucket_bytes(self.communicator)
         plan = make_plan(gradients, self._chosen.bytes, first_bytes=FIRST_BUCKET_BYTES)
         LOGGER.info(
-            "gradients of %.1f MB travel in %d buckets of up to %d MiB (%s)",
+            "gradients of %.1f MB travel in %d bucket(s) of up to %d MiB (%s)",
             plan.nbytes / 1e6,
             len(plan.buckets),
             self._chosen.bytes >> 20,
