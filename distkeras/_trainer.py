@@ -38,6 +38,7 @@ from distkeras.communicators import collectively
 from distkeras.communicators import world
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
+from distkeras.gradients import check_bucket_bytes
 from distkeras.gradients import make_wire
 
 
@@ -109,6 +110,7 @@ class Trainer:
                 f"warmup_epochs={warmup_epochs}"
             )
         make_wire(compression, error_feedback=error_feedback)  # raises early
+        check_bucket_bytes(bucket_bytes)
         self.model = model
         self._of_world = communicator is None
         self.communicator = communicator or world()

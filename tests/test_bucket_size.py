@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
+import distkeras
 from distkeras.communicators import Communicator
 from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import MPICommunicator
+from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.gradients import DEFAULT_BUCKET_BYTES
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
@@ -46,6 +50,24 @@ def test_what_would_not_reproduce_is_not_measured(world: Communicator) -> None:
     if not own.fixed_order:
         assert chosen.bytes == DEFAULT_BUCKET_BYTES
         assert "would not reproduce" in chosen.reason
+
+
+@pytest.mark.parametrize("kind", (SharedMemoryCommunicator, HierarchicalCommunicator))
+def test_without_shared_memory_the_order_is_that_of_mpi(
+    world: Communicator, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedMemoryCommunicator, "_allocate", lambda *_: None)
+    own = kind()
+    chosen = choose_bucket_bytes(own)
+    assert own.fixed_order == (world.size <= 2)
+    own.close()
+    assert ("would not reproduce" in chosen.reason) == (world.size > 2)
+
+
+@pytest.mark.parametrize("bucket_bytes", (0, -1, "auto"))
+def test_sizes_that_are_none(bucket_bytes: Any) -> None:
+    with pytest.raises(ValueError, match="a positive number of bytes, or None"):
+        distkeras.Trainer(keras.Sequential(), bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.parametrize("nodes", ("one", "two"))

@@ -206,7 +206,8 @@ class HierarchicalCommunicator(ComposedCommunicator):
     @property
     def fixed_order(self) -> bool:
         """Whether `allreduce` sums an element alike wherever in a message it lies."""
-        return len(self._node_sizes) <= 2
+        few_nodes = len(self._node_sizes) <= 2
+        return (few_nodes and self._local.has_room) or super().fixed_order
 
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.

@@ -126,8 +126,16 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
     @property
     def fixed_order(self) -> bool:
-        """Whether `allreduce` sums an element alike wherever in a message it lies."""
-        return True
+        """Whether `allreduce` sums an element alike wherever in a message it lies.
+
+        Known after the first one: without room for shared memory MPI does it.
+        """
+        return self.has_room or super().fixed_order
+
+    @property
+    def has_room(self) -> bool:
+        """Whether no allreduce so far has found too little shared memory."""
+        return not self._no_room
 
     def allreduce(self, buffer: Any, op: Op = "sum") -> None:
         """Combines `buffer` over all ranks, in place.

@@ -9,6 +9,7 @@ from distkeras.gradients._plan import Gradient as Gradient
 from distkeras.gradients._plan import Placement as Placement
 from distkeras.gradients._plan import Plan as Plan
 from distkeras.gradients._plan import canonical_path as canonical_path
+from distkeras.gradients._plan import check_bucket_bytes as check_bucket_bytes
 from distkeras.gradients._plan import make_plan as make_plan
 from distkeras.gradients._rows import Rows as Rows
 from distkeras.gradients._rows import nonzero_rows as nonzero_rows

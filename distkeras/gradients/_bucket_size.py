@@ -46,6 +46,7 @@ def choose_bucket_bytes(communicator: Communicator) -> BucketSize:
         return BucketSize(DEFAULT_BUCKET_BYTES, "nothing is exchanged")
     if communicator.name == "nccl":
         return BucketSize(DEFAULT_BUCKET_BYTES, "not measured on devices")
+    communicator.allreduce(np.zeros(1, np.float32))  # finds out how it is done
     if not communicator.fixed_order:
         return BucketSize(
             DEFAULT_BUCKET_BYTES,

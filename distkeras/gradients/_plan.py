@@ -199,9 +199,11 @@ def make_plan(
 
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
     """Raises ValueError unless this is a size of buckets, or None."""
-    if bucket_bytes is not None and bucket_bytes <= 0:
+    if bucket_bytes is None:
+        return
+    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ValueError(
-            "`bucket_bytes` must be a positive number of bytes. "
+            "`bucket_bytes` must be a positive number of bytes, or None. "
             f"Received: bucket_bytes={bucket_bytes}"
         )
 
