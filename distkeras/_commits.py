@@ -27,10 +27,9 @@ from distkeras._logging import LOGGER
 from distkeras._metric_states import combined_states
 from distkeras._metric_states import put_states_back
 from distkeras._position import Position
-from distkeras._position import Tracker
 from distkeras._resumption import Resized
 from distkeras._resumption import Resumption
-from distkeras._saver import describe_data
+from distkeras._training_run import TrainingRun
 from distkeras.backends import inner_optimizers
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
@@ -194,31 +193,16 @@ class Committing(keras.callbacks.Callback):
 
     Args:
         commits: where to.
-        tracker: knows the position.
-        data: the sharded training data.
-        users: the user's callbacks.
-        communicator: the ranks.
-        steps_per_epoch: as given to `fit`.
+        run: what is to be gone on with.
     """
 
-    def __init__(
-        self,
-        commits: Commits,
-        tracker: Tracker,
-        data: Any,
-        users: Sequence[keras.callbacks.Callback],
-        communicator: Communicator,
-        steps_per_epoch: int | None,
-    ) -> None:
+    def __init__(self, commits: Commits, run: TrainingRun) -> None:
         super().__init__()
         self._commits = commits
-        self._tracker = tracker
-        self._data = data
-        self._users = users
-        self._communicator = communicator
-        self._steps_per_epoch = steps_per_epoch
+        self._run = run
+        self._communicator = run.communicator
         self._begun = False
-        commits.first = communicator.rank == 0
+        commits.first = run.communicator.rank == 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits what training begins with."""
@@ -247,8 +231,8 @@ class Committing(keras.callbacks.Callback):
 
     def _commit(self, *, written: bool) -> None:
         """Commits; collective. `written`: whether rank 0 may have written since."""
-        commits, position = self._commits, self._tracker.position
-        communicator, before = self._communicator, self._commits.newest
+        commits, run, position = self._commits, self._run, self._run.position
+        communicator, before = run.communicator, commits.newest
         if communicator.size == 1:  # with none to lose
             return
         writers = {} if before is None else before.writers
@@ -258,7 +242,7 @@ class Committing(keras.callbacks.Callback):
                 _average_accumulators(self.model, communicator)
             mine = None
             if communicator.rank == 0:
-                mine = (_writers(self._users), _lengths(self._users))
+                mine = (_writers(run.users), _lengths(run.users))
             writers, logs = communicator.allgather_object(mine)[0]
         metrics = None
         if position.step > 0:
@@ -267,13 +251,13 @@ class Committing(keras.callbacks.Callback):
             number=0 if before is None else before.number + 1,
             size=communicator.size,
             position=position,
-            data=describe_data(self._data, position, self._steps_per_epoch),
+            data=run.describe_data(),
             metrics=metrics,
             stop=bool(self.model.stop_training),
             writers=writers,
             logs=logs,
         )
-        commits.add(commit, self.model, self._users)
+        commits.add(commit, self.model, run.users)
 
 
 def _writers(users: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from distkeras._restoring import RestoreWithin
 from distkeras._resumption import Resumption
 from distkeras._resumption import find_checkpoint
 from distkeras._saver import Saver
+from distkeras._training_run import TrainingRun
 from distkeras.communicators import Communicator
 from distkeras.communicators import _elastic
 from distkeras.gradients import GradientExchange
@@ -75,6 +76,7 @@ class Continuation:
         self._tracker = Tracker(
             start=start, steps_per_epoch=steps_per_epoch, pass_steps=data.num_batches
         )
+        run = TrainingRun(communicator, data, callbacks, self._tracker, steps_per_epoch)
         self._early: list[keras.callbacks.Callback] = []
         self._late: list[keras.callbacks.Callback] = []
         self._saver: Saver | None = None
@@ -86,28 +88,12 @@ class Continuation:
             self._late.append(RestoreWithin(restore, within=within))
             self._restore = restore
         if self._checkpoint is not None:
-            self._saver = Saver(
-                self._checkpoint,
-                self._tracker,
-                data,
-                callbacks,
-                communicator,
-                steps_per_epoch,
-            )
+            self._saver = Saver(self._checkpoint, run)
             self._late.append(self._saver)
         if too_few:
             self._late.append(Leave(self._saver, communicator, _elastic.least()))
         if commits is not None:
-            self._late.append(
-                Committing(
-                    commits,
-                    self._tracker,
-                    data,
-                    callbacks,
-                    communicator,
-                    steps_per_epoch,
-                )
-            )
+            self._late.append(Committing(commits, run))
 
     @property
     def early(self) -> list[keras.callbacks.Callback]:

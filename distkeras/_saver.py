@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import platform
 import signal
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from typing import NoReturn
@@ -26,11 +24,10 @@ from distkeras._errors import CheckpointError
 from distkeras._exit import PREEMPTED
 from distkeras._logging import LOGGER
 from distkeras._position import Position
-from distkeras._position import Tracker
+from distkeras._training_run import TrainingRun
 from distkeras._version import __version__
 from distkeras.callbacks import _files
 from distkeras.callbacks._checkpoint import Checkpoint
-from distkeras.communicators import Communicator
 from distkeras.communicators import collectively
 from distkeras.gradients import GradientExchange
 
@@ -49,32 +46,17 @@ class Saver(keras.callbacks.Callback):
 
     Args:
         checkpoint: the user's.
-        tracker: knows the position.
-        data: the sharded training data.
-        users: the user's callbacks, whose states are kept.
-        communicator: the ranks.
-        steps_per_epoch: as given to `fit`.
+        run: what is to be gone on with.
 
     Attributes:
         exchange: by which ranks exchange gradients; None at one rank.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        tracker: Tracker,
-        data: Any,
-        users: Sequence[keras.callbacks.Callback],
-        communicator: Communicator,
-        steps_per_epoch: int | None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, run: TrainingRun) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self._tracker = tracker
-        self._data = data
-        self._users = users
-        self._communicator = communicator
-        self._steps_per_epoch = steps_per_epoch
+        self._run = run
+        self._communicator = run.communicator
         self._writer = _Writer()
         self._number = 0
         self._steps = 0
@@ -84,7 +66,7 @@ class Saver(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the folder, and removes what a killed run has left in it."""
         folder = self._checkpoint.directory
-        self._steps = self._tracker.position.steps
+        self._steps = self._run.position.steps
 
         def preparing_the_checkpoints() -> None:
             if self._communicator.rank == 0:
@@ -103,7 +85,7 @@ class Saver(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Writes a checkpoint where one is due, and the last one after a signal."""
-        before, self._steps = self._steps, self._tracker.position.steps
+        before, self._steps = self._steps, self._run.position.steps
         if self.model.stop_training:
             self._leave_if_signalled()
         every = self._checkpoint.every_steps
@@ -175,7 +157,7 @@ class Saver(keras.callbacks.Callback):
 
     def _save(self, *, best: bool = False) -> Path:
         """Takes the state and lets rank 0 write it; collective."""
-        checkpoint, position = self._checkpoint, self._tracker.position
+        checkpoint, position = self._checkpoint, self._run.position
         self._agree_on_success()
         state = self._take(metrics=position.step > 0)
         self._number += 1
@@ -202,13 +184,13 @@ class Saver(keras.callbacks.Callback):
     def _write(self, path: Path, position: Position, state: _state.State) -> None:
         """Lets the file be written; on rank 0."""
         checkpoint = self._checkpoint
-        states, arrays = _callback_states.take(self._users)
+        states, arrays = _callback_states.take(self._run.users)
         content = {
             "format": FORMAT,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "versions": _versions(),
             "position": dataclasses.asdict(position),
-            "data": describe_data(self._data, position, self._steps_per_epoch),
+            "data": self._run.describe_data(),
             "state": state.description,
             "callbacks": states,
         }
@@ -230,38 +212,6 @@ class Saver(keras.callbacks.Callback):
                 f"Rank 0 could not write a checkpoint: {text}. Earlier checkpoints are "
                 "as they were. Training has been ended."
             )
-
-
-def describe_data(
-    data: Any, position: Position, steps_per_epoch: int | None
-) -> dict[str, Any]:
-    """Returns how data is dealt and how far it has been gone through, as plain JSON.
-
-    Args:
-        data: the sharded training data.
-        position: where training stands.
-        steps_per_epoch: as given to `fit`.
-    """
-    each = data.num_examples
-    units = data.units_after(position.pass_steps)
-    seen = None
-    if each is not None and steps_per_epoch is None:
-        seen = position.epochs * each + min(
-            math.ceil(units * each / (data.units or 1)), each
-        )
-    return {
-        "kind": data.kind,
-        "seed": data.seed,
-        "own": data.part.own,
-        "units": data.units,
-        "units_a_step": data.units_a_step,
-        "units_done": units,
-        "pass": data.describe_pass(position.pass_steps),
-        "steps": data.num_batches,
-        "steps_per_epoch": steps_per_epoch,
-        "examples": each,
-        "examples_seen": seen,
-    }
 
 
 class _Writer:
