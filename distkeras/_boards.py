@@ -20,6 +20,13 @@ from distkeras._progress import global_results
 from distkeras.communicators import Communicator
 
 
+def boards_among(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[keras.callbacks.TensorBoard]:
+    """Returns the TensorBoard callbacks."""
+    return [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+
+
 class Boards(keras.callbacks.Callback):
     """Gathers and writes; before the user's callbacks, after the `FigureKeeper`.
 

@@ -98,3 +98,19 @@ class Tracker(keras.callbacks.Callback):
             pass_steps=position.pass_steps if goes_on else 0,
             epochs=position.epochs + 1,
         )
+
+
+class Order(keras.callbacks.Callback):
+    """Tells the data which epoch begins, so that its order depends on that alone.
+
+    Args:
+        data: the sharded training data.
+    """
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self._data = data
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Passes the number on."""
+        self._data.set_epoch(epoch)

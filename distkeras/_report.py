@@ -2,59 +2,72 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from distkeras import backends
 from distkeras import communicators
 from distkeras._metrics import taken_to_add_up
+from distkeras._scaling import Scaled
+from distkeras._session import Session
 from distkeras._version import __version__
-from distkeras.backends import synchronized_layers
-from distkeras.communicators import Communicator
-from distkeras.gradients import Wire
 
 
-def decisions(
-    model: keras.Model,
-    communicator: Communicator,
-    data: Any,
-    *,
-    rates: Sequence[Any],
-    rule: str,
-    jit_compile: bool,
-    split: bool,
-    wire: Wire | None = None,
-) -> str:
-    """Returns the block that `Trainer.fit` logs once, on rank 0.
+class Report:
+    """Logs what was decided: once, on rank 0.
 
     Args:
-        model: compiled and built.
-        communicator: the ranks.
-        data: the sharded training data.
-        rates: what became of each learning rate: name, before, after.
-        rule: the name of the scaling rule.
-        jit_compile: whether XLA compiles the step's halves.
-        split: whether the model trains with Keras' own `train_step`.
-        wire: codec of what travels.
+        logger: where to.
     """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._done = False
+
+    def of_one(self) -> None:
+        """Logs that there is one rank."""
+        if not self._done:
+            self._logger.info("1 rank: training with Keras' own fit, nothing changed")
+        self._done = True
+
+    def of_several(self, session: Session, data: Any, scaled: Scaled) -> None:
+        """Logs what several ranks do.
+
+        Args:
+            session: which has prepared the training.
+            data: the sharded training data.
+            scaled: what has become of learning rates.
+        """
+        if not self._done:
+            self._logger.info(_decisions(session, data, scaled))
+        self._done = True
+
+
+def _decisions(session: Session, data: Any, scaled: Scaled) -> str:
+    model, communicator = session.model, session.communicator
+    functions = session.functions
+    wire = None if functions is None else functions.exchange.wire
+    split = not backends.current().overrides_train_step(model)
+    compiled = model.jit_compile and split
     weights = model.trainable_variables
     nbytes = sum(math.prod(v.shape) * _itemsize(v.dtype) for v in weights)
     nodes = len(set(communicator.hosts))
     size = communicator.size
     batch = data.batch_size
-    rate = "; ".join(f"{r.name} {r.before:.6g} -> {r.after:.6g}" for r in rates)
+    rate = "; ".join(f"{r.name} {r.before:.6g} -> {r.after:.6g}" for r in scaled.rates)
     lines = {
         "world": f"{size} ranks on {nodes} node{'s'[: nodes > 1]}",
         "communicator": communicators.describe(),
         "backend": f"Keras {keras.__version__}, {keras.backend.backend()}, "
-        + ("step compiled by XLA" if jit_compile and split else "step not compiled"),
+        + ("step compiled by XLA" if compiled else "step not compiled"),
         **_batch_norm(model),
         **_metrics(model),
         "data": data.description,
         "batch": f"{batch} a rank, {batch * size} global" if batch else "as dealt",
-        "learning rate": f"{rate} ({rule})" if rate else "left as it is",
+        "learning rate": f"{rate} ({scaled.rule})" if rate else "left as it is",
         "gradients": f"{len(weights)} of {nbytes / 2**20:.2f} MiB, averaged by "
         "examples before clipping"
         + ("" if wire is None else f"; sent as {wire.describe()}")
@@ -65,7 +78,7 @@ def decisions(
 
 
 def _batch_norm(model: keras.Model) -> dict[str, str]:
-    count = len(synchronized_layers(model))
+    count = len(backends.synchronized_layers(model))
     if not count:
         return {}
     return {"batch norm": f"{count} synchronised; the backward pass is not compiled"}

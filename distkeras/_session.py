@@ -1,4 +1,4 @@
-"""What Keras' own loops run with while a `Trainer` trains or evaluates.
+"""What Keras' own loops run with while a `Trainer` trains or evaluates on many ranks.
 
 Everything here is undone when `fit` or `evaluate` returns: the model is left as Keras
 knows it.
@@ -17,14 +17,14 @@ import keras
 
 from distkeras import backends
 from distkeras._boards import Boards
+from distkeras._boards import boards_among
 from distkeras._consensus import arrange_callbacks
-from distkeras._consensus import filter_callbacks
 from distkeras._figures import FigureKeeper
-from distkeras._figures import LoneFigureKeeper
 from distkeras._learning_rate import warms_up
 from distkeras._metrics import exact_metrics
 from distkeras._metrics import plain_metrics
 from distkeras._optimizer import undistribute
+from distkeras._position import Order
 from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
 from distkeras._replicas import weight_digests
@@ -33,7 +33,6 @@ from distkeras._timeline import Timeline
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
 from distkeras.communicators import Communicator
-from distkeras.communicators import SingleCommunicator
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
@@ -63,6 +62,8 @@ class Session:
         timeline: of the file that a trace of the steps goes to.
 
     Attributes:
+        model: the user's.
+        communicator: the ranks.
         functions: of the newest training; None before.
     """
 
@@ -77,8 +78,8 @@ class Session:
         check_replicas: bool = True,
         timeline: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._model = model
-        self._communicator = communicator
+        self.model = model
+        self.communicator = communicator
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._error_feedback = error_feedback
@@ -96,7 +97,7 @@ class Session:
 
     def move(self, communicator: Communicator) -> None:
         """Goes on with other ranks. What belongs to the earlier ones is left behind."""
-        self._communicator = communicator
+        self.communicator = communicator
         self.functions = None
 
     def build(self, data: Any) -> None:
@@ -105,14 +106,14 @@ class Session:
         Args:
             data: the sharded training data.
         """
-        if not self._model.compiled:
+        if not self.model.compiled:
             raise ValueError(
                 "Expected a compiled model. Received: one that is not. Call "
                 "`trainer.compile(optimizer=..., loss=...)` before `fit`."
             )
-        if self._model.optimizer is not None:
-            undistribute(self._model.optimizer)
-        backends.current().build(self._model, data)
+        if self.model.optimizer is not None:
+            undistribute(self.model.optimizer)
+        backends.current().build(self.model, data)
 
     def prepare(
         self, data: Any, callbacks: Sequence[keras.callbacks.Callback] = ()
@@ -125,7 +126,7 @@ class Session:
             data: the sharded training data; `build` has seen it.
             callbacks: the user's. TensorBoard is given the norm of the gradients.
         """
-        model = self._model
+        model = self.model
         if not model.trainable_variables:
             raise ValueError(
                 "Expected a model with trainable weights. Received: one in which all "
@@ -133,8 +134,8 @@ class Session:
             )
         backend = backends.current()
         before = self.functions
-        normed = bool(_boards(callbacks)) or (before and before.norm) is not None
-        normed = self._communicator.broadcast_object(normed)
+        normed = bool(boards_among(callbacks)) or (before and before.norm) is not None
+        normed = self.communicator.broadcast_object(normed)
         state = _state(model, uneven=data.may_be_empty, normed=normed)
         if self.functions is not None:
             if self.functions.state == state:
@@ -142,7 +143,7 @@ class Session:
             self.functions.exchange.close()
         wire = make_wire(self._compression, error_feedback=self._error_feedback)
         exchange = GradientExchange(
-            self._communicator, bucket_bytes=self._bucket_bytes, wire=wire
+            self.communicator, bucket_bytes=self._bucket_bytes, wire=wire
         )
         graph = backend.exchange(exchange)
         graph.norm = backend.gradient_norm() if normed else None
@@ -184,16 +185,16 @@ class Session:
         if functions is None:
             raise RuntimeError("Expected `prepare` to be called before `training`.")
         check = ReplicaCheck(
-            self._communicator,
+            self.communicator,
             functions.exchange.counters,
-            backends.current().find_optimizers(self._model),
+            backends.current().find_optimizers(self.model),
         )
-        users = arrange_callbacks(callbacks, self._communicator, functions.exchange)
+        users = arrange_callbacks(callbacks, self.communicator, functions.exchange)
         going_on.exchange_by(functions.exchange)
-        keeper = FigureKeeper(self._communicator, functions.exchange)
-        boards = Boards(self._communicator, _boards(users), keeper, functions.norm)
+        keeper = FigureKeeper(self.communicator, functions.exchange)
+        boards = Boards(self.communicator, boards_among(users), keeper, functions.norm)
         arranged = [
-            BroadcastVariables(communicator=self._communicator),
+            BroadcastVariables(communicator=self.communicator),
             *going_on.early,
             Order(data),
             keeper,
@@ -203,7 +204,7 @@ class Session:
             *boards.arranged(users),
             *going_on.late,
             GlobalProgress(
-                self._communicator,
+                self.communicator,
                 shown=bar,
                 steps=data.num_batches,
                 counters=functions.exchange.counters,
@@ -219,70 +220,10 @@ class Session:
         ):
             yield arranged
 
-    @contextlib.contextmanager
-    def training_alone(
-        self,
-        data: Any,
-        callbacks: Sequence[keras.callbacks.Callback],
-        *,
-        going_on: Continuation,
-    ) -> Iterator[list[keras.callbacks.Callback]]:
-        """While inside, `model.fit` trains in one process, by Keras' own step.
-
-        Args:
-            data: the training data; `build` has seen it.
-            callbacks: the user's.
-            going_on: from a checkpoint, and writing others.
-
-        Yields:
-            What `fit` is to be called with as callbacks.
-        """
-        model = self._model
-        users = filter_callbacks(callbacks, 0)
-        with going_on.active(), self.figuring_alone(users) as figuring:
-            model.make_train_function()
-            stock = model.train_function
-            model.train_function = going_on.train_function(stock)
-            try:
-                yield [*going_on.early, Order(data), *figuring, *going_on.late]
-            finally:
-                model.train_function = stock
-
-    @contextlib.contextmanager
-    def figuring_alone(
-        self, callbacks: Sequence[keras.callbacks.Callback]
-    ) -> Iterator[list[keras.callbacks.Callback]]:
-        """While inside, one process trains by Keras' own step and says what it took.
-
-        Where there is a TensorBoard callback the step is traced anew, with the norm of
-        the gradients.
-
-        Args:
-            callbacks: the user's.
-
-        Yields:
-            The callbacks, with those that keep figures.
-        """
-        model = self._model
-        keeper = LoneFigureKeeper()
-        found, norm = _boards(callbacks), None
-        with contextlib.ExitStack() as stack:
-            optimizer = getattr(model, "optimizer", None)
-            if found and optimizer is not None and backends.is_supported():
-                norm = backends.current().gradient_norm()
-                stack.enter_context(norm.noted_by(optimizer))
-                stack.callback(setattr, model, "train_function", None)
-                model.train_function = None
-            if not found:
-                yield [keeper, *callbacks]
-                return
-            boards = Boards(SingleCommunicator(), found, keeper, norm)
-            yield [keeper, boards, *boards.arranged(callbacks)]
-
     def _timelines(self, exchange: GradientExchange) -> list[keras.callbacks.Callback]:
         if self._timeline is None:
             return []
-        return [Timeline(self._timeline, self._communicator, exchange.clock)]
+        return [Timeline(self._timeline, self.communicator, exchange.clock)]
 
     @contextlib.contextmanager
     def _own_evaluations(self) -> Iterator[None]:
@@ -291,7 +232,7 @@ class Session:
         Its data is not sharded, and it may run on one rank alone. `fit` calls the
         same method for its validation, with a private argument that tells.
         """
-        model = self._model
+        model = self.model
         original = model.evaluate
         stock: list[Any] = [None]
 
@@ -321,48 +262,30 @@ class Session:
         Args:
             data: the sharded data, from which an unbuilt model is built.
         """
-        backends.current().build(self._model, data)
-        weights = weight_digests(self._model.variables)
-        if len(set(map(tuple, self._communicator.allgather_object(weights)))) > 1:
-            broadcast_variables(self._model.variables, communicator=self._communicator)
+        backends.current().build(self.model, data)
+        weights = weight_digests(self.model.variables)
+        if len(set(map(tuple, self.communicator.allgather_object(weights)))) > 1:
+            broadcast_variables(self.model.variables, communicator=self.communicator)
 
     @contextlib.contextmanager
     def evaluating(self, data: Any) -> Iterator[None]:
         """While inside, `model.evaluate` gives the results of all ranks' data."""
         backend = backends.current()
         self.equalise(data)
-        with self._setting(test_function=backend.test_function(self._model)):
+        with self._setting(test_function=backend.test_function(self.model)):
             yield
 
     @contextlib.contextmanager
     def _setting(self, **functions: Any) -> Iterator[None]:
-        before = {name: getattr(self._model, name) for name in functions}
+        before = {name: getattr(self.model, name) for name in functions}
         for name, function in functions.items():
-            setattr(self._model, name, function)
+            setattr(self.model, name, function)
         try:
-            with exact_metrics(self._model, self._communicator):
+            with exact_metrics(self.model, self.communicator):
                 yield
         finally:
             for name, function in before.items():
-                setattr(self._model, name, function)
-
-
-class Order(keras.callbacks.Callback):
-    """Tells the data which epoch begins, so that its order depends on that alone."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__()
-        self._data = data
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Passes the number on."""
-        self._data.set_epoch(epoch)
-
-
-def _boards(
-    callbacks: Sequence[keras.callbacks.Callback],
-) -> list[keras.callbacks.TensorBoard]:
-    return [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+                setattr(self.model, name, function)
 
 
 def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
@@ -380,25 +303,3 @@ def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
         [id(layer) for layer in backends.synchronized_layers(model)],
         more,
     )
-
-
-def described_compilation(model: keras.Model) -> list[str]:
-    """Returns what ranks must have compiled alike, a line for each setting."""
-    if not model.compiled:
-        return ["not compiled"]
-    losses = keras.tree.flatten(getattr(model._compile_loss, "_user_loss", None))
-    optimizers = backends.current().find_optimizers(model)
-    return [
-        f"jit_compile={model.jit_compile}",
-        f"run_eagerly={model.run_eagerly}",
-        f"steps_per_execution={model.steps_per_execution}",
-        f"loss={[_name(loss) for loss in losses]}",
-        f"optimizers={[_name(optimizer) for optimizer in optimizers]}",
-    ]
-
-
-def _name(thing: Any) -> str:
-    """Returns a name that is the same in every process, without addresses."""
-    if isinstance(thing, str):
-        return thing
-    return getattr(thing, "__name__", type(thing).__name__)

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Sequence
 from typing import Any
 from typing import Literal
 
 import keras
-from keras.src.trainers.data_adapters import array_slicing
 
 from distkeras import _logging
-from distkeras import _report
-from distkeras import backends
 from distkeras import data as data_
+from distkeras._calls import agree_on_call
 from distkeras._commits import Commits
 from distkeras._consensus import filter_callbacks
-from distkeras._elastic import check_can_be_shared_out_anew
-from distkeras._elastic import logs_gone_on_with
 from distkeras._elastic import survives
+from distkeras._fit_arguments import FitArguments
+from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
-from distkeras._learning_rate import ScaledRate
-from distkeras._learning_rate import scale_learning_rate
-from distkeras._learning_rate import scaling_factor
-from distkeras._learning_rate import warm_up_learning_rate
-from distkeras._resume import Continuation
+from distkeras._report import Report
 from distkeras._resumption import Resized
-from distkeras._resumption import find
-from distkeras._resumption import find_checkpoint
+from distkeras._scaling import Scaling
 from distkeras._session import Session
-from distkeras._session import described_compilation
-from distkeras.callbacks._checkpoint import Checkpoint
 from distkeras.communicators import Communicator
-from distkeras.communicators import agree
 from distkeras.communicators import collectively
 from distkeras.communicators import world
 from distkeras.gradients import Compression
@@ -104,11 +93,6 @@ class Trainer:
                 "Expected a Keras model (`keras.Model`). Received: "
                 f"model={model!r} of type {type(model).__name__}"
             )
-        if not warmup_epochs >= 0:
-            raise ValueError(
-                "`warmup_epochs` must be a number of epochs >= 0. Received: "
-                f"warmup_epochs={warmup_epochs}"
-            )
         make_wire(compression, error_feedback=error_feedback)  # raises early
         check_bucket_bytes(bucket_bytes)
         self.model = model
@@ -117,8 +101,8 @@ class Trainer:
         self.commits: Commits | None = None
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
-        self._factor = scaling_factor(learning_rate_scaling, self.communicator.size)
-        self._applied = self._factor
+        scaling = Scaling(learning_rate_scaling, warmup_epochs)
+        scaling.factor(self.communicator.size)  # raises early
         self._seed = seed
         self._session = Session(
             model,
@@ -129,9 +113,7 @@ class Trainer:
             check_replicas=check_replicas,
             timeline=timeline,
         )
-        self._rates: list[ScaledRate] = []
-        self._logger = _logging.configure(self.communicator.rank)
-        self._reported = False
+        self._report = Report(_logging.configure(self.communicator.rank))
 
     def follow_world(self) -> bool:
         """Takes the world's ranks, if they are others now; whether it uses them.
@@ -143,9 +125,8 @@ class Trainer:
         before, now = self.communicator, world()
         if now is not before:
             self.communicator = now
-            self._factor = scaling_factor(self.learning_rate_scaling, now.size)
             self._session.move(now)
-            self._reported = False
+            self._report = Report(_logging.LOGGER)
             # Keras keeps it when `fit` ends by an error: it has the earlier ranks'.
             self.model._eval_epoch_iterator = None
         return True
@@ -241,161 +222,36 @@ class Trainer:
             history.history["val_loss"][-1]
             ```
         """
-        if batch_size is not None and global_batch_size is not None:
-            raise ValueError(
-                "Expected `batch_size` (examples a step on each rank) or "
-                "`global_batch_size` (on all ranks together), not both. Received: "
-                f"batch_size={batch_size}, global_batch_size={global_batch_size}"
-            )
-        callbacks = filter_callbacks(callbacks, 0)
-        alone = self.communicator.size == 1
-        commits = self.commits
-        if alone and resume is None and not (commits or find_checkpoint(callbacks)):
-            self._report_single()
-            with self._session.figuring_alone(callbacks) as figuring:
-                return self.model.fit(
-                    x,
-                    y,
-                    batch_size=batch_size or global_batch_size,
-                    epochs=epochs,
-                    verbose=verbose,
-                    callbacks=figuring,
-                    validation_split=validation_split,
-                    validation_data=validation_data,
-                    shuffle=shuffle,
-                    class_weight=class_weight,
-                    sample_weight=sample_weight,
-                    initial_epoch=initial_epoch,
-                    steps_per_epoch=steps_per_epoch,
-                    validation_steps=validation_steps,
-                    validation_batch_size=validation_batch_size,
-                    validation_freq=validation_freq,
-                )
-        self._agree_on(
-            "fit",
-            callbacks,
-            epochs=epochs,
+        given = FitArguments(
+            x=x,
+            y=y,
             batch_size=batch_size,
-            global_batch_size=global_batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=filter_callbacks(callbacks, 0),
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            sample_weight=sample_weight,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            validation=validation_data is not None or bool(validation_split),
-            validation_split=validation_split,
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
+            global_batch_size=global_batch_size,
             shard=shard,
-            resume=resume is not None,
+            resume=resume,
             resized=resized,
         )
-        checkpoint = find_checkpoint(callbacks)
-        found = None
-        if commits is not None:
-            found = commits.resumption(self.model, self.communicator, resized=resized)
-        if found is None:
-            found = find(resume, checkpoint, self.communicator, resized=resized)
-        kept_factor = None if found is None else found.kept_factor
-        if found is not None and found.kept_global_batch is not None:
-            batch_size, global_batch_size = None, found.kept_global_batch
-        first = 0
-        if commits and found is None and resized == "keep_global_batch":
-            first = commits.ranks_before(self.communicator.size)
-        by_sample = first and data_.are_arrays(x, y, sample_weight)
-        if by_sample and (batch_size or not steps_per_epoch):
-            global_batch_size = global_batch_size or (batch_size or 32) * first
-            batch_size = None
-            kept_factor = scaling_factor(self.learning_rate_scaling, first)
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = (
-                array_slicing.train_validation_split(
-                    (x, y, sample_weight), validation_split=validation_split
-                )
-            )
-        data = data_.shard(
-            x,
-            y,
-            sample_weight,
-            communicator=self.communicator,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps_per_epoch=steps_per_epoch,
-            seed=self._draw_seed() if found is None else found.seed,
-            training=True,
-            shard=shard,
+        return fit(
+            given,
+            self._session,
+            scaling=Scaling(self.learning_rate_scaling, self.warmup_epochs),
+            seed=self._seed,
+            report=self._report,
+            commits=self.commits,
         )
-        data.ends = alone
-        if found is not None:
-            initial_epoch = found.position.epoch
-            if found.stop and found.position.step == 0:
-                epochs = initial_epoch
-        if data.single_pass and steps_per_epoch is None and epochs > initial_epoch + 1:
-            raise ValueError(
-                "Expected `steps_per_epoch` with a generator and several epochs: it "
-                "cannot be started again, and would all be used up in the first. "
-                f"Received: epochs={epochs}, initial_epoch={initial_epoch}, "
-                "steps_per_epoch=None. Or pass a keras.utils.PyDataset or a "
-                "tf.data.Dataset."
-            )
-        validation, options = validation_data, {}
-        if alone:
-            options = {
-                "validation_steps": validation_steps,
-                "validation_batch_size": validation_batch_size or data.batch_size,
-            }
-        elif validation_data is not None:
-            validation = self._shard_whole(
-                *keras.utils.unpack_x_y_sample_weight(validation_data),
-                batch_size=validation_batch_size or data.batch_size,
-                steps=validation_steps,
-                shard=shard,
-            )
-        if commits is not None:
-            check_can_be_shared_out_anew(data, validation, callbacks, steps_per_epoch)
-        self._session.build(data)
-        self._scale(data, kept_factor)
-        going_on = Continuation(
-            self.model,
-            data,
-            self.communicator,
-            callbacks,
-            found,
-            steps_per_epoch,
-            commits,
-        )
-        if alone:
-            training = self._session.training_alone(data, callbacks, going_on=going_on)
-        else:
-            self._session.prepare(data, callbacks)
-            if not self._reported:
-                self._report(data)
-                self._reported = True
-            bar = self.communicator.broadcast_object(verbose in ("auto", 1))
-            training = self._session.training(
-                data, callbacks, bar=bar, going_on=going_on
-            )
-        logs = logs_gone_on_with(commits, callbacks, self.communicator.rank)
-        with logs, training as arranged:
-            history = self.model.fit(
-                data,
-                epochs=epochs,
-                verbose=self._verbose(verbose),
-                callbacks=going_on.arranged(
-                    arranged,
-                    verbose=self._verbose(verbose),
-                    epochs=epochs,
-                    steps=steps_per_epoch or data.num_batches,
-                ),
-                validation_data=validation,
-                shuffle=False,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_freq=validation_freq,
-                **options,
-            )
-        return history if commits is None else commits.whole(history)
 
     @survives
     def evaluate(
@@ -440,11 +296,8 @@ class Trainer:
                 callbacks=callbacks,
                 return_dict=return_dict,
             )
-        self._agree_on(
-            "evaluate", callbacks, batch_size=batch_size, steps=steps, shard=shard
-        )
-        data = self._shard_whole(
-            x, y, sample_weight, batch_size=batch_size, steps=steps, shard=shard
+        data = self._deal(
+            (x, y, sample_weight), "evaluate", callbacks, batch_size, steps, shard
         )
         with self._session.evaluating(data):
             return self.model.evaluate(
@@ -489,12 +342,7 @@ class Trainer:
                 steps=steps,
                 callbacks=callbacks,
             )
-        self._agree_on(
-            "predict", callbacks, batch_size=batch_size, steps=steps, shard=shard
-        )
-        data = self._shard_whole(
-            x, None, None, batch_size=batch_size, steps=steps, shard=shard
-        )
+        data = self._deal((x,), "predict", callbacks, batch_size, steps, shard)
         self._session.equalise(data)
         local = self.model.predict(
             data,
@@ -543,45 +391,24 @@ class Trainer:
         if self.communicator.rank == 0:
             self.model.summary(*args, **kwargs)
 
-    def _agree_on(self, call: str, callbacks: Any, **options: Any) -> None:
-        """Raises on every rank unless all make the same call of the same model."""
-        listed = keras.tree.flatten(callbacks or [])
-        # In these all ranks take part, also where rank 0 alone writes.
-        shared = [
-            f"{kind.__name__} callbacks (to be passed on every rank): "
-            f"{sum(isinstance(callback, kind) for callback in listed)}"
-            for kind in (keras.callbacks.BackupAndRestore, Checkpoint)
-        ]
-        rows = [
-            f"call={call}",
-            *(f"{name}={value!r}" for name, value in options.items()),
-            f"warmup_epochs={self.warmup_epochs}",
-            *self._session.options,
-            *shared,
-            *described_compilation(self.model),
-        ]
-        agree(self.communicator, f"the call of `Trainer.{call}` and its options", rows)
-
-    def _draw_seed(self) -> int:
-        # Every rank draws, so that the generators of a seeded script stay alike.
-        drawn = random.getrandbits(32)
-        chosen = drawn if self._seed is None else self._seed
-        return self.communicator.broadcast_object(chosen)
-
-    def _shard_whole(
+    def _deal(
         self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        *,
+        whole: tuple[Any, ...],
+        call: str,
+        callbacks: Any,
         batch_size: int | None,
         steps: int | None,
         shard: bool | Literal["auto"],
     ) -> Any:
+        """Returns this rank's part of data to be gone through once; collective."""
+        agree_on_call(
+            call,
+            self._session,
+            filter_callbacks(callbacks, 0),
+            {"batch_size": batch_size, "steps": steps, "shard": shard},
+        )
         return data_.shard(
-            x,
-            y,
-            sample_weight,
+            *whole,
             communicator=self.communicator,
             batch_size=batch_size,
             shuffle=False,
@@ -590,44 +417,5 @@ class Trainer:
             shard=shard,
         )
 
-    def _scale(self, data: Any, kept: float | None) -> None:
-        if self.warmup_epochs and data.num_batches is None:
-            raise ValueError(
-                "`warmup_epochs` needs the number of steps of an epoch, which this "
-                f"data does not tell: {data.description}. Pass `steps_per_epoch`."
-            )
-        self._rates = []
-        for optimizer in backends.current().find_optimizers(self.model):
-            self._rates += scale_learning_rate(optimizer, kept or self._factor)
-            self._applied = kept or self._factor
-            if self.warmup_epochs:
-                steps = self.warmup_epochs * data.num_batches
-                warm_up_learning_rate(optimizer, steps)
-
     def _verbose(self, verbose: str | int) -> str | int:
         return verbose if self.communicator.rank == 0 else 0
-
-    def _report(self, data: Any) -> None:
-        model = self.model
-        self._logger.info(
-            _report.decisions(
-                model,
-                self.communicator,
-                data,
-                rates=self._rates,
-                rule=_rule(self.learning_rate_scaling, self._applied),
-                jit_compile=model.jit_compile,
-                split=not backends.current().overrides_train_step(model),
-                wire=None if self.exchange is None else self.exchange.wire,
-            )
-        )
-
-    def _report_single(self) -> None:
-        if not self._reported:
-            self._logger.info("1 rank: training with Keras' own fit, nothing changed")
-        self._reported = True
-
-
-def _rule(rule: Rule, factor: float) -> str:
-    name = rule if rule is None or isinstance(rule, str) else "own rule"
-    return f"{name or 'not'} scaled, x{factor:g}"

@@ -1,0 +1,96 @@
+"""What `Trainer.fit` was called with: what of it Keras is told, and the other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
+
+import keras
+from keras.src.trainers.data_adapters import array_slicing
+
+from distkeras._resumption import Resized
+
+_NOT_OF_KERAS = ("global_batch_size", "shard", "resume", "resized")
+# Of these ranks agree in other ways, or need not: only rank 0 prints.
+_NOT_AGREED_ON = ("x", "y", "sample_weight", "class_weight", "callbacks", "verbose")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """The arguments of `Trainer.fit`, by their names; callbacks are a plain list.
+
+    Raises:
+        ValueError: if arguments contradict each other.
+    """
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: str | int
+    callbacks: list[keras.callbacks.Callback]
+    validation_split: float
+    validation_data: Any
+    shuffle: bool | Literal["batch"]
+    class_weight: dict[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | Sequence[int]
+    global_batch_size: int | None
+    shard: bool | Literal["auto"]
+    resume: str | os.PathLike[str] | None
+    resized: Resized
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise ValueError(
+                "Expected `batch_size` (examples a step on each rank) or "
+                "`global_batch_size` (on all ranks together), not both. Received: "
+                f"batch_size={self.batch_size}, "
+                f"global_batch_size={self.global_batch_size}"
+            )
+
+    def for_keras(self) -> dict[str, Any]:
+        """Returns the arguments of `keras.Model.fit`, where one process trains."""
+        own = {name: v for name, v in vars(self).items() if name not in _NOT_OF_KERAS}
+        return {**own, "batch_size": self.batch_size or self.global_batch_size}
+
+    def to_agree_on(self) -> dict[str, Any]:
+        """Returns what must be the same on all ranks, as far as it can be compared."""
+        values = {n: v for n, v in vars(self).items() if n not in _NOT_AGREED_ON}
+        validated = values.pop("validation_data") is not None
+        return {
+            **values,
+            "validation": validated or bool(self.validation_split),
+            "resume": self.resume is not None,
+        }
+
+    def steps_of_epoch(self, data: Any) -> int | None:
+        """Returns the steps of an epoch on each rank, None where they are not known.
+
+        Args:
+            data: the sharded training data.
+        """
+        return self.steps_per_epoch or data.num_batches
+
+    def split(self) -> FitArguments:
+        """Returns the arguments with the samples to validate on apart, as in Keras."""
+        if not self.validation_split or self.validation_data is not None:
+            return self
+        (x, y, sample_weight), validation_data = array_slicing.train_validation_split(
+            (self.x, self.y, self.sample_weight), validation_split=self.validation_split
+        )
+        return dataclasses.replace(
+            self,
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            validation_data=validation_data,
+            validation_split=0.0,
+        )

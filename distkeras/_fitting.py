@@ -1,0 +1,180 @@
+"""Runs one call of `Trainer.fit`: from its arguments to Keras' own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import keras
+
+from distkeras import _alone
+from distkeras import data as data_
+from distkeras._beginning import begin
+from distkeras._calls import agree_on_call
+from distkeras._commits import Commits
+from distkeras._elastic import check_can_be_shared_out_anew
+from distkeras._elastic import logs_gone_on_with
+from distkeras._fit_arguments import FitArguments
+from distkeras._report import Report
+from distkeras._resume import Continuation
+from distkeras._resumption import find_checkpoint
+from distkeras._scaling import Scaled
+from distkeras._scaling import Scaling
+from distkeras._session import Session
+from distkeras.communicators import Communicator
+
+
+def fit(
+    given: FitArguments,
+    session: Session,
+    *,
+    scaling: Scaling,
+    seed: int | None,
+    report: Report,
+    commits: Commits | None,
+) -> keras.callbacks.History:
+    """Trains; collective.
+
+    Args:
+        given: the arguments of `Trainer.fit`.
+        session: of the model and the ranks.
+        scaling: of learning rates.
+        seed: of the order of the data; None draws one.
+        report: of what is decided.
+        commits: where the steps of an elastic job are committed; None in others.
+
+    Returns:
+        The history.
+    """
+    model, ranks = session.model, session.communicator
+    alone = ranks.size == 1
+    checkpoint = find_checkpoint(given.callbacks)
+    if alone and not (given.resume is not None or checkpoint or commits):
+        report.of_one()
+        with _alone.keeping_figures(model, given.callbacks) as callbacks:
+            return model.fit(**{**given.for_keras(), "callbacks": callbacks})
+    options = {**given.to_agree_on(), "warmup_epochs": scaling.warmup_epochs}
+    agree_on_call("fit", session, given.callbacks, options)
+    beginning = begin(given, session, scaling, commits)
+    given, found = beginning.given.split(), beginning.found
+    data = _training_data(
+        given, ranks, _drawn(seed, ranks) if found is None else found.seed
+    )
+    validation = _validation_data(given, ranks, data)
+    if commits is not None:
+        check_can_be_shared_out_anew(
+            data, validation, given.callbacks, given.steps_per_epoch
+        )
+    session.build(data)
+    scaled = scaling.apply(model, beginning.factor, given.steps_of_epoch(data))
+    going_on = Continuation(
+        model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
+    )
+    training = _training(given, session, data, going_on, scaled, report)
+    with logs_gone_on_with(commits, given.callbacks, ranks.rank), training as callbacks:
+        history = _loop(given, session, data, validation, going_on, callbacks)
+    return history if commits is None else commits.whole(history)
+
+
+def _training_data(given: FitArguments, ranks: Communicator, seed: int) -> Any:
+    """Returns this rank's part of the training data; collective."""
+    data = data_.shard(
+        given.x,
+        given.y,
+        given.sample_weight,
+        communicator=ranks,
+        batch_size=given.batch_size,
+        global_batch_size=given.global_batch_size,
+        shuffle=given.shuffle,
+        class_weight=given.class_weight,
+        steps_per_epoch=given.steps_per_epoch,
+        seed=seed,
+        training=True,
+        shard=given.shard,
+    )
+    data.ends = ranks.size == 1
+    several = given.epochs > given.initial_epoch + 1
+    if data.single_pass and given.steps_per_epoch is None and several:
+        raise ValueError(
+            "Expected `steps_per_epoch` with a generator and several epochs: it "
+            "cannot be started again, and would all be used up in the first. "
+            f"Received: epochs={given.epochs}, initial_epoch={given.initial_epoch}, "
+            "steps_per_epoch=None. Or pass a keras.utils.PyDataset or a "
+            "tf.data.Dataset."
+        )
+    return data
+
+
+def _validation_data(given: FitArguments, ranks: Communicator, data: Any) -> Any:
+    """Returns this rank's part of the data to validate on; collective."""
+    if given.validation_data is None or ranks.size == 1:
+        return given.validation_data
+    return data_.shard(
+        *keras.utils.unpack_x_y_sample_weight(given.validation_data),
+        communicator=ranks,
+        batch_size=given.validation_batch_size or data.batch_size,
+        shuffle=False,
+        steps_per_epoch=given.validation_steps,
+        training=False,
+        shard=given.shard,
+    )
+
+
+def _training(
+    given: FitArguments,
+    session: Session,
+    data: Any,
+    going_on: Continuation,
+    scaled: Scaled,
+    report: Report,
+) -> contextlib.AbstractContextManager[list[keras.callbacks.Callback]]:
+    """Returns what Keras' loop runs within; collective."""
+    if session.communicator.size == 1:
+        return _alone.training(session.model, data, given.callbacks, going_on=going_on)
+    session.prepare(data, given.callbacks)
+    report.of_several(session, data, scaled)
+    bar = session.communicator.broadcast_object(given.verbose in ("auto", 1))
+    return session.training(data, given.callbacks, bar=bar, going_on=going_on)
+
+
+def _loop(
+    given: FitArguments,
+    session: Session,
+    data: Any,
+    validation: Any,
+    going_on: Continuation,
+    callbacks: list[keras.callbacks.Callback],
+) -> keras.callbacks.History:
+    """Runs Keras' loop over epochs and steps."""
+    verbose = given.verbose if session.communicator.rank == 0 else 0
+    options = {}
+    if session.communicator.size == 1:  # Keras itself deals the data to validate on
+        options = {
+            "validation_steps": given.validation_steps,
+            "validation_batch_size": given.validation_batch_size or data.batch_size,
+        }
+    return session.model.fit(
+        data,
+        epochs=given.epochs,
+        verbose=verbose,
+        callbacks=going_on.arranged(
+            callbacks,
+            verbose=verbose,
+            epochs=given.epochs,
+            steps=given.steps_of_epoch(data),
+        ),
+        validation_data=validation,
+        shuffle=False,
+        initial_epoch=given.initial_epoch,
+        steps_per_epoch=given.steps_per_epoch,
+        validation_freq=given.validation_freq,
+        **options,
+    )
+
+
+def _drawn(seed: int | None, ranks: Communicator) -> int:
+    """Returns the seed that rank 0 has chosen or drawn; collective."""
+    # Every rank draws, so that the generators of a seeded script stay alike.
+    drawn = random.getrandbits(32)
+    return ranks.broadcast_object(drawn if seed is None else seed)
