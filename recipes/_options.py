@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from typing import get_args
 
 import keras
 
 import distkeras
+from distkeras.gradients import Compression
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 JIT_COMPILE: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
@@ -62,6 +64,17 @@ def make_parser(
         choices=list(SCALING),
         default="linear",
         help="how the learning rate grows with the number of ranks (%(default)s)",
+    )
+    add(
+        *("--compression",),
+        choices=get_args(Compression),
+        help="how gradients travel: in half the bytes (as they are)",
+    )
+    add(
+        *("--error-feedback",),
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="with --compression: what rounding took is added to the next gradients",
     )
     add("--weight-decay", type=float, default=1e-4, help="of kernels (%(default)s)")
     add("--ema", type=float, help="evaluate and keep a moving average, say 0.999")
@@ -116,6 +129,8 @@ def parse(
         parser.error("--steps ends within an epoch: leave it or --resume out")
     if args.checkpoint_steps is not None and not args.resume:
         parser.error("--checkpoint-steps needs --resume")
+    if args.error_feedback and args.compression is None:
+        parser.error("--error-feedback needs --compression")
     for name, default in defaults[args.data].items():
         if getattr(args, name) is None:
             setattr(args, name, default)

@@ -142,6 +142,21 @@ def run(
     return float(last["val_accuracy"]), float(last["val_loss"]), float(match[1])
 
 
+def bytes_sent(folder: Path) -> float:
+    """Reads how many bytes each rank sent in a step of the last epoch.
+
+    Args:
+        folder: that the recipe has written.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(folder / "logs/train"))
+    events.Reload()
+    newest = events.Tensors("distkeras/bytes_sent")[-1]
+    return float(tensor_util.make_ndarray(newest.tensor_proto))
+
+
 def table(outcomes: dict[Row, Outcome]) -> str:
     """Returns the table, in Markdown."""
     head = "what, ranks, global batch, learning rate, accuracy, loss, seconds, command"

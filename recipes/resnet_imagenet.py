@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         learning_rate_scaling=_options.SCALING[args.scaling],
         warmup_epochs=args.warmup_epochs,
         seed=args.seed,
+        compression=args.compression,
+        error_feedback=args.error_feedback,
     )
     trainer.compile(
         optimizer=optimizer,

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 import pickle
 import re
@@ -406,7 +407,8 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "LARS, bfloat16, moving average": (
         resnet_imagenet,
         "--optimizer lars --depth 10 --image-size 32 --precision mixed_bfloat16 "
-        "--ema 0.9 --files folders --scaling none --jit-compile off --schedule poly",
+        "--ema 0.9 --files folders --scaling none --jit-compile off --schedule poly "
+        "--compression bfloat16",
     ),
     "XLA": (resnet, "--depth 8 --jit-compile on"),
 }
@@ -456,6 +458,28 @@ def test_flags_take_effect_on_ranks(
         write_cifar10(folder / "data")
     world.barrier()
     flags_take_effect(folder, what)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(240)
+def test_gradients_travel_compressed(
+    world: communicators.Communicator, folder: Path
+) -> None:
+    """As flags say, or a file of options."""
+    path = folder / "a.toml"
+    if world.rank == 0:
+        path.write_text('compression = "float16"\nerror-feedback = true\n')
+    world.barrier()
+    resnet.main(["--depth", "8", "--steps", "2", "--config", str(path)])
+    if world.rank == 0:
+        output = folder / "runs/resnet"
+        config = tomllib.loads((output / "config.toml").read_text())
+        assert (config["compression"], config["error_feedback"]) == ("float16", True)
+        weights = keras.models.load_model(output / "best.keras").trainable_weights
+        count = sum(math.prod(weight.shape) for weight in weights)
+        expected = 2 * count if world.size > 1 else 0
+        assert evidence.bytes_sent(output) == pytest.approx(expected, rel=0.01)
+    world.barrier()
 
 
 def the_same_command_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -564,6 +588,17 @@ def test_checkpoints_and_few_steps_exclude_each_other(
         with pytest.raises(SystemExit, match="2"):
             resnet.parse(words)
         assert "--resume" in capsys.readouterr().err
+
+
+def test_without_compression_there_is_no_error_to_feed_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for recipe in (resnet, resnet_imagenet):
+        with pytest.raises(SystemExit, match="2"):
+            recipe.parse(["--error-feedback"])
+        assert "--error-feedback needs --compression" in capsys.readouterr().err
+        args = recipe.parse(["--error-feedback", "--compression", "bfloat16"])
+        assert (args.compression, args.error_feedback) == ("bfloat16", True)
 
 
 # Whole runs, by their launcher
