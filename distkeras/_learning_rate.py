@@ -4,20 +4,13 @@ The live optimizer holds the *scaled* rate: that is what TensorBoard,
 `ReduceLROnPlateau` and the update see. Every file holds the *base* rate, the one of
 a single process, so that "load, then scale once" is always right and one process can
 go on from the file without distkeras.
-
-Nothing is subclassed. Attributes of the optimizer *instance* take the place of a few
-methods (all in `_install`); the class that is saved stays the stock one. The factor
-and the length of the warm-up live in variables that no optimizer tracks: a change
-needs no new trace, and the number of saved variables does not change.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +19,15 @@ from typing import Literal
 import keras
 import numpy as np
 
-from distkeras.backends._optimizers import inner_optimizers
+from distkeras._scaled_rate import install
+from distkeras._scaled_rate import install_on_wrappers
+from distkeras._scaled_rate import number
+from distkeras._scaled_rate import parts_of
+from distkeras._scaled_rate import rate_variable
+from distkeras._scaled_rate import raw_value
+from distkeras._scaled_rate import state_of
 
 Rule = Literal["linear", "sqrt"] | Callable[[int], float] | None
-
-_STATE = "_distkeras_rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +106,16 @@ def scale_learning_rate(
     """
     factor = _checked_factor(factor)
     results = []
-    for part in _parts(optimizer):
-        state = _state(part)
+    for part in parts_of(optimizer):
+        state = state_of(part)
         if state is None and factor == 1.0:
-            rate = _raw_value(part)
+            rate = raw_value(part)
             results.append(ScaledRate(part.name, rate, rate))
             continue
-        state = state or _install(part)
+        state = state or install(part)
         before = state.scale(factor)
-        results.append(ScaledRate(part.name, before, _raw_value(part)))
-    _install_on_wrappers(optimizer)
+        results.append(ScaledRate(part.name, before, raw_value(part)))
+    install_on_wrappers(optimizer)
     return results
 
 
@@ -156,31 +153,32 @@ def warm_up_learning_rate(
         raise ValueError(
             f"Expected the length of the warm-up to be 0 or more. Received: {steps}"
         )
-    for part in _parts(optimizer):
-        state = _state(part)
+    for part in parts_of(optimizer):
+        state = state_of(part)
         start = divisor or (state.factor if state else 1.0)
         if state is None and (start == 1.0 or steps == 0):
             continue
-        state = state or _install(part)
+        state = state or install(part)
         accumulated = part.gradient_accumulation_steps or 1
         state.warm_up(steps / accumulated, _checked_factor(start))
-    _install_on_wrappers(optimizer)
+    install_on_wrappers(optimizer)
 
 
 def warms_up(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether a warm-up was ever installed: a step traced before has none."""
-    return any((state := _state(part)) and state.ramps for part in _parts(optimizer))
+    states = map(state_of, parts_of(optimizer))
+    return any(state is not None and state.ramps for state in states)
 
 
 def applied_factor(optimizer: keras.optimizers.Optimizer) -> float:
     """Returns the factor that the rate of `optimizer` is scaled by now, else 1."""
-    factors = {s.factor if (s := _state(o)) else 1.0 for o in _parts(optimizer)}
+    factors = {s.factor if (s := state_of(o)) else 1.0 for o in parts_of(optimizer)}
     return factors.pop() if len(factors) == 1 else 1.0
 
 
 def target_rates(optimizer: keras.optimizers.Optimizer) -> list[float]:
     """Returns every part's scaled rate, without regard to a warm-up under way."""
-    return [_raw_value(part) for part in _parts(optimizer)]
+    return [raw_value(part) for part in parts_of(optimizer)]
 
 
 def set_target_rate(optimizer: keras.optimizers.Optimizer, value: float) -> None:
@@ -189,7 +187,7 @@ def set_target_rate(optimizer: keras.optimizers.Optimizer, value: float) -> None
     Raises:
         TypeError: the rate is a schedule, which cannot be set.
     """
-    variable = _variable(optimizer)
+    variable = rate_variable(optimizer)
     if variable is None:
         raise TypeError(
             "Expected an optimizer whose learning rate is a number. Received: "
@@ -200,28 +198,14 @@ def set_target_rate(optimizer: keras.optimizers.Optimizer, value: float) -> None
 
 def has_settable_rate(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether the rate is a number rather than a schedule."""
-    return _variable(optimizer) is not None
-
-
-@contextlib.contextmanager
-def holding_base_rates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """For the duration, the variables hold base rates, as they belong in a file.
-
-    What they hold at the end is the base rate then: so files are written and read.
-    """
-    with contextlib.ExitStack() as stack:
-        for part in _parts(optimizer):
-            state = _state(part)
-            if state is not None:
-                stack.enter_context(state.holding_base())
-        yield
+    return rate_variable(optimizer) is not None
 
 
 def rates(optimizer: keras.optimizers.Optimizer) -> list[dict[str, float]]:
     """Returns, for each part, its factor, base rate and scaled rate, as stored."""
     found = []
-    for part in _parts(optimizer):
-        state, live = _state(part), _raw_value(part)
+    for part in parts_of(optimizer):
+        state, live = state_of(part), raw_value(part)
         factor = 1.0 if state is None else state.factor
         base = live if state is None else state.base(live)
         found.append({"factor": factor, "base": base, "scaled": live})
@@ -236,234 +220,13 @@ def restore_rates(
     A rate that is stored, divided and multiplied again may be another by a rounding.
     Where the factor is another, or the rate is a schedule, nothing is done.
     """
-    for part, values in zip(_parts(optimizer), saved, strict=True):
-        state, variable = _state(part), _variable(part)
+    for part, values in zip(parts_of(optimizer), saved, strict=True):
+        state, variable = state_of(part), rate_variable(part)
         factor = 1.0 if state is None else state.factor
         if variable is not None and values["factor"] == factor:
             variable.assign(values["scaled"])
             if state is not None:
-                state.pair = (values["base"], _number(variable))
-
-
-class _Rate:
-    """What one optimizer's rate is multiplied by, and how to undo it for a file."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.factor = 1.0
-        # The rate before and after scaling, as they were stored: a quotient of
-        # rounded numbers need not give the base back to the last bit.
-        self.pair: tuple[float, float] | None = None
-        self.variable = _variable(optimizer)
-        self._multiplier = _untracked_variable(1.0)
-        self._ramp_updates = _untracked_variable(0.0)
-        self._ramp_divisor = _untracked_variable(1.0)
-        self.ramps = False
-
-    def scale(self, factor: float) -> float:
-        """Applies `factor` to the base rate, which it returns."""
-        if self.variable is not _variable(self.optimizer):
-            # A schedule was put in the place of a number, or the reverse.
-            self.variable, self.pair = _variable(self.optimizer), None
-            self.factor = 1.0
-            self._multiplier.assign(1.0)
-        if self.variable is None:
-            self.factor = factor
-            self._multiplier.assign(factor)
-            return _raw_value(self.optimizer) / factor
-        base = self.base(_number(self.variable))
-        if factor != self.factor:
-            self.factor = factor
-            self.variable.assign(base * factor)
-            self.pair = (base, _number(self.variable))
-        return base
-
-    def warm_up(self, updates: float, divisor: float) -> None:
-        """Starts (or changes) the rise; the first `updates` updates depend on it."""
-        self._ramp_updates.assign(updates)
-        self._ramp_divisor.assign(divisor)
-        self.ramps = True
-        if self.variable is not None:
-            # Not by setattr: the optimizer would look for a variable to track.
-            vars(self.optimizer)["_learning_rate"] = _RisingRate(self)
-
-    def raw(self, original: Callable[[], Any]) -> Any:
-        """Returns the scaled rate, a tensor or variable, without the warm-up."""
-        if isinstance(vars(self.optimizer)["_learning_rate"], _RisingRate):
-            return self.variable
-        rate = original()
-        if self.variable is not None and rate is self.variable:
-            return rate
-        rate = _as_floating(rate)
-        return rate * keras.ops.cast(self._multiplier, rate.dtype)
-
-    def share(self) -> Any:
-        """Returns the part of the scaled rate that the next update uses.
-
-        1/f at the start, exactly 1 at the end of the warm-up.
-        """
-        ops = keras.ops
-        count = ops.cast(self.optimizer.iterations, "float32")
-        length = ops.convert_to_tensor(self._ramp_updates)
-        done = ops.where(count >= length, 1.0, count / ops.maximum(length, 1e-30))
-        return done + (1.0 - done) / self._ramp_divisor
-
-    @contextlib.contextmanager
-    def holding_base(self) -> Iterator[None]:
-        """For the duration, the variable holds what belongs in a file."""
-        if self.variable is None:
-            yield
-            return
-        attributes = vars(self.optimizer)
-        held = attributes["_learning_rate"]
-        live = _number(self.variable)
-        attributes["_learning_rate"] = self.variable
-        self.variable.assign(self.base(live))
-        base = _number(self.variable)
-        try:
-            yield
-        finally:
-            attributes["_learning_rate"] = held
-            if _number(self.variable) != base:  # a file was loaded
-                base = _number(self.variable)
-                live = base * self.factor
-            # Saving must not move the live rate by a rounding: it is done on one
-            # rank only, and ranks must stay equal to the last bit.
-            self.variable.assign(live)
-            self.pair = (base, _number(self.variable))
-
-    def base(self, value: float) -> float:
-        """Returns the base rate that a scaled one came of."""
-        if self.pair is not None and value == self.pair[1]:
-            return self.pair[0]
-        return value / self.factor
-
-
-class _RisingRate:
-    """Stands where the optimizer keeps its rate variable, during a warm-up.
-
-    Keras' setter calls `assign` on it: what is set is what the next update uses.
-    """
-
-    def __init__(self, rate: _Rate) -> None:
-        self._rate = rate
-
-    def assign(self, value: Any) -> None:
-        share = self._rate.share()
-        variable = self._rate.variable
-        if _number(value) == _number(variable * share):
-            return  # what was read is set again: no rounding, epoch after epoch
-        variable.assign(value / share)
-
-
-def _install(optimizer: keras.optimizers.Optimizer) -> _Rate:
-    """Puts instance attributes in place of methods: all that is private of Keras.
-
-    `tests/test_learning_rate.py` fails when Keras changes what is relied on here:
-    `_get_current_learning_rate` is the only reader of `_learning_rate`, the property
-    `learning_rate` calls it on the instance, its setter calls `_learning_rate.assign`
-    for what is neither schedule nor callable, and saving calls `get_config`,
-    `save_own_variables` and `load_own_variables` on the instance.
-    """
-    state = _Rate(optimizer)
-    original = optimizer._get_current_learning_rate
-
-    def _get_current_learning_rate() -> Any:
-        rate = state.raw(original)
-        if not state.ramps:
-            return rate
-        return rate * keras.ops.cast(state.share(), rate.dtype)
-
-    _set(optimizer, _STATE, state)
-    _set(optimizer, "_get_current_learning_rate", _get_current_learning_rate)
-    _hold_base_in(optimizer, optimizer, "get_config")
-    _hold_base_in(optimizer, optimizer, "save_own_variables")
-    _hold_base_in(optimizer, optimizer, "load_own_variables")
-    return state
-
-
-def _install_on_wrappers(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes wrappers, which save the variables of their parts, save base rates."""
-    if _state(optimizer) is not None or getattr(optimizer, _STATE + "_parts", False):
-        return
-    if any(_state(part) is not None for part in _parts(optimizer)):
-        _set(optimizer, _STATE + "_parts", True)
-        _hold_base_in(optimizer, optimizer, "save_own_variables")
-        _hold_base_in(optimizer, optimizer, "load_own_variables")
-        inner = getattr(optimizer, "inner_optimizer", None)
-        if inner is not None:
-            _install_on_wrappers(inner)
-
-
-def _hold_base_in(
-    target: Any, optimizer: keras.optimizers.Optimizer, name: str
-) -> None:
-    """Runs the method `name` of `target` with base rates in the variables."""
-    original = getattr(target, name)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        with holding_base_rates(optimizer):
-            return original(*args, **kwargs)
-
-    _set(target, name, method)
-
-
-def _parts(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that update weights, each once."""
-    parts = list({id(part): part for part in inner_optimizers(optimizer)}.values())
-    if any(hasattr(part, "optimizers") for part in parts):
-        raise ValueError(
-            "Expected a MultiOptimizer that knows its optimizers. Received: "
-            f"'{optimizer.name}', which makes them when it is built. Call "
-            "`optimizer.build(model.trainable_variables)` first."
-        )
-    return parts
-
-
-def _state(optimizer: keras.optimizers.Optimizer) -> _Rate | None:
-    return vars(optimizer).get(_STATE)
-
-
-def _variable(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the Keras variable of the rate, None for a schedule."""
-    held = optimizer._learning_rate
-    if isinstance(held, _RisingRate):
-        return held._rate.variable
-    return held if isinstance(held, keras.Variable) else None
-
-
-def _raw_value(optimizer: keras.optimizers.Optimizer) -> float:
-    variable = _variable(optimizer)
-    if variable is not None:
-        return _number(variable)
-    state = _state(optimizer)
-    original = type(optimizer)._get_current_learning_rate
-    if state is None:
-        return _number(original(optimizer))
-    return _number(state.raw(lambda: original(optimizer)))
-
-
-def _set(optimizer: Any, name: str, value: Any) -> None:
-    # Past the optimizers' own __setattr__, which would track what it is given.
-    object.__setattr__(optimizer, name, value)
-
-
-def _untracked_variable(value: float) -> Any:
-    return keras.Variable(value, dtype="float32", trainable=False)
-
-
-def _as_floating(rate: Any) -> Any:
-    rate = keras.ops.convert_to_tensor(rate)
-    dtype = keras.backend.standardize_dtype(rate.dtype)
-    if "float" not in dtype:
-        rate = keras.ops.cast(rate, keras.config.floatx())
-    return rate
-
-
-def _number(value: Any) -> float:
-    return float(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+                state.pair = (values["base"], number(variable))
 
 
 def _checked_factor(factor: Any) -> float:

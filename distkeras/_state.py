@@ -26,10 +26,10 @@ from keras.src.backend.common import global_state
 
 from distkeras import backends
 from distkeras._errors import MismatchError
-from distkeras._learning_rate import holding_base_rates
 from distkeras._learning_rate import rates
 from distkeras._learning_rate import restore_rates
 from distkeras._metrics import _entries
+from distkeras._scaled_rate import holding_base_rates
 from distkeras._statistics import moving_statistics
 from distkeras.backends import inner_optimizers
 from distkeras.callbacks._broadcast import _fold_in
