@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 from typing import Literal
 
@@ -71,12 +72,13 @@ class Checkpoint(keras.callbacks.Callback):
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         super().__init__()
-        for name, value in {
+        counts: dict[str, Any] = {
             "every_steps": every_steps,
             "every_epochs": every_epochs,
             "keep": keep,
-        }.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
+        }
+        for name, value in counts.items():
+            if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(
                     f"Expected `{name}` to be an integer from 1 up. Received: "
                     f"{name}={value!r}"

@@ -97,7 +97,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Any) -> None:
     Args:
         path: of the file; its folder is made if there is none.
         arrays: by name; of any dtype.
-        metadata: what JSON can hold.
+        metadata: what JSON can hold, and numbers of NumPy's.
 
     Raises:
         OSError: it could not be written; nothing is left of it, and what the folder
@@ -163,9 +163,20 @@ def _write_archive(file: Any, arrays: Mapping[str, np.ndarray], metadata: Any) -
         entries[name] = {"dtype": str(array.dtype), "digest": _digest(data)}
         archive.add(f"{name}.npy", [_header(stored), data])
     # Without indentation: only so it is not written by Python code.
-    text = json.dumps({"arrays": entries, "content": metadata}).encode()
+    content = {"arrays": entries, "content": metadata}
+    text = json.dumps(content, default=_number).encode()
     archive.add(_METADATA, [text])
     archive.close(_digest(text).encode())
+
+
+def _number(value: Any) -> Any:
+    """Returns Python's number for one of NumPy's, as batch sizes and seeds may be."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(
+        "Expected what JSON can hold, or a number of NumPy's. Received: "
+        f"{value!r} of type {type(value).__name__}"
+    )
 
 
 def _header(array: np.ndarray) -> bytes:

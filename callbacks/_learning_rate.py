@@ -41,7 +41,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         verbose: 1: rank 0 says when the warm-up is over.
 
     Raises:
-        ValueError: at the start of training, if the steps of an epoch are unknown.
+        ValueError: at the start of training, if the steps of an epoch are unknown or
+            the model has no optimizer.
 
     Example:
         >>> model.fit(x, y, callbacks=[distkeras.callbacks.LearningRateWarmup(5)])
@@ -65,9 +66,6 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         self.divisor = divisor
         self.verbose = verbose
-        # The Trainer's own step must stay in place; see `arrange_callbacks`.
-        self.replaces_step = True
-        self._by_trainer = False
         self._prepared_for: keras.optimizers.Optimizer | None = None
 
     def prepare(
@@ -84,18 +82,17 @@ class LearningRateWarmup(keras.callbacks.Callback):
             steps_per_epoch: batches an epoch on this rank; the callback's own
                 argument comes first.
         """
-        self._by_trainer = True
         self._prepare(optimizer, steps_per_epoch)
 
     def set_params(self, params: Any) -> None:
         """Prepares a model that no Trainer prepared, before Keras traces its step."""
         super().set_params(params)
         steps = self.steps_per_epoch or (params or {}).get("steps")
-        if self._by_trainer or self.model is None or not steps:
+        if self.model is None or not steps:
             return
         first = self._prepared_for is not self.model.optimizer
         self._prepare(self.model.optimizer, steps)
-        if first and self.replaces_step:
+        if first:
             # A step that was traced before would go on with the constant rate.
             self.model.train_function = None
 
@@ -106,10 +103,16 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def _prepare(
         self,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: keras.optimizers.Optimizer | None,
         steps_per_epoch: int | None,
     ) -> None:
         steps = self.steps_per_epoch or steps_per_epoch
+        if optimizer is None:
+            raise ValueError(
+                "Expected a model compiled with the optimizer whose learning rate is "
+                "to be warmed up. Received: optimizer=None. "
+                "`Trainer(warmup_epochs=...)` takes every optimizer of a model."
+            )
         if not steps:
             raise ValueError(
                 "Expected to know the batches of an epoch, to place the end of the "

@@ -119,8 +119,6 @@ def arrange_callbacks(
     arranged: list[keras.callbacks.Callback] = [AverageStatistics(communicator)]
     for callback in filter_callbacks(callbacks, 0):
         arranged += filter_callbacks([callback], communicator.rank)
-        if hasattr(callback, "replaces_step"):  # `LearningRateWarmup`
-            callback.replaces_step = False
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             arranged.append(RestoreEverywhere(communicator))
     return [*arranged, Consensus(communicator, exchange_flags)]

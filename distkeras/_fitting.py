@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,12 +17,14 @@ from distkeras._commits import Commits
 from distkeras._elastic import check_can_be_shared_out_anew
 from distkeras._elastic import logs_gone_on_with
 from distkeras._fit_arguments import FitArguments
+from distkeras._learning_rate import warms_up
 from distkeras._report import Report
 from distkeras._resume import Continuation
 from distkeras._resumption import find_checkpoint
 from distkeras._scaling import Scaled
 from distkeras._scaling import Scaling
 from distkeras._session import Session
+from distkeras.callbacks._learning_rate import LearningRateWarmup
 from distkeras.communicators import Communicator
 
 
@@ -68,6 +71,7 @@ def fit(
         )
     session.build(data)
     scaled = scaling.apply(model, beginning.factor, given.steps_of_epoch(data))
+    _prepare_warm_ups(model, given.callbacks, given.steps_of_epoch(data))
     going_on = Continuation(
         model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
     )
@@ -119,6 +123,20 @@ def _validation_data(given: FitArguments, ranks: Communicator, data: Any) -> Any
         training=False,
         shard=given.shard,
     )
+
+
+def _prepare_warm_ups(
+    model: keras.Model,
+    callbacks: Sequence[keras.callbacks.Callback],
+    steps: int | None,
+) -> None:
+    """Lets callbacks change the optimizer before a step is taken that knows it not."""
+    for callback in callbacks:
+        if isinstance(callback, LearningRateWarmup):
+            rises = model.optimizer is not None and warms_up(model.optimizer)
+            callback.prepare(model.optimizer, steps)
+            if not rises:  # what Keras has traced goes on with a constant rate
+                model.train_function = None
 
 
 def _training(

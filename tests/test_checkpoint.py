@@ -18,6 +18,7 @@ from equivalence import assert_equal_weights
 from equivalence import samples
 
 from distkeras.callbacks import Checkpoint
+from distkeras.callbacks import LearningRateWarmup
 from distkeras.callbacks import _files
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
@@ -238,11 +239,12 @@ class Watch(keras.callbacks.Callback):
 def test_callbacks_that_steer_go_on(
     world: Communicator, tmp_path_shared: Path, within: bool
 ) -> None:
-    """A plateau, a schedule that multiplies, early stopping and swapped averages."""
+    """A warm-up, a plateau, a schedule that multiplies, early stopping, averages."""
     data, held_out = samples(20 * world.size), samples(16, seed=8)
 
     def steering() -> list[keras.callbacks.Callback]:
         return [
+            LearningRateWarmup(4, divisor=2),
             keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 1.3),
             keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.05),

@@ -46,7 +46,7 @@ def sgd() -> keras.optimizers.Optimizer:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / _files.name(1, epoch=2, step=3)
-    _files.write(path, ARRAYS, {"epoch": 2})
+    _files.write(path, ARRAYS, {"epoch": np.int64(2)})
     arrays, content = _files.read(path)
     assert content == {"epoch": 2}
     for name, array in ARRAYS.items():
@@ -162,6 +162,20 @@ def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None
 def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Checkpoint(tmp_path, **options)
+
+
+def test_numbers_of_numpy(world: Communicator, tmp_path: Path) -> None:
+    """As they come of `len(x) // steps` and the like: JSON would not hold them."""
+    data, two = samples(4 * world.size), np.int64(2)
+    checkpoint = Checkpoint(tmp_path, every_steps=two)
+    fit(build(sgd), data, seed=two, batch_size=two, callbacks=[checkpoint])
+    assert world.rank > 0 or len(_files.listed(tmp_path)) == 2
+    options: dict[str, Any] = {"batch_size": two, "steps_per_epoch": two, "seed": two}
+    again = Checkpoint(tmp_path)
+    history = fit(
+        build(sgd), data, epochs=two, callbacks=[again], resume="auto", **options
+    )
+    assert history.epoch == [1]
 
 
 def test_wrong_use_is_told(world: Communicator, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
+import itertools
 import re
 import threading
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from equivalence import FEATURES
 from equivalence import assert_equal_everywhere
 from equivalence import assert_equal_history
@@ -311,6 +313,50 @@ def test_warmup_epochs(world: Communicator) -> None:
     if world.size == 1:
         expected = [0.1] * len(rates)
     assert rates == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["generator", "tf.data"])
+def test_warmup_epochs_of_so_many_steps(world: Communicator, kind: str) -> None:
+    """A generator was refused, and a pass over a dataset was taken for an epoch."""
+    x, y = samples(24 * world.size)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    if kind == "generator":
+        data = ((x[:4], y[:4]) for _ in itertools.repeat(None))
+    model = build(lambda: keras.optimizers.SGD(0.1))
+    rates = []
+    log = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: rates.append(
+            float(model.optimizer.learning_rate)
+        )
+    )
+    distkeras.Trainer(model, warmup_epochs=2).fit(
+        data, steps_per_epoch=2, epochs=3, shuffle=False, verbose=0, callbacks=[log]
+    )
+    expected = [0.1 * (1 + (world.size - 1) * min(1, k / 4)) for k in range(6)]
+    if world.size == 1:
+        expected = [0.1] * 6
+    assert rates == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "checkpoint"])
+def test_warmup_callback_of_a_later_fit(
+    world: Communicator, tmp_path: Path, kept: bool
+) -> None:
+    """It was ignored: the step of the first `fit` knew of none."""
+    x, y = samples(12 * world.size)
+    single = build(lambda: keras.optimizers.SGD(0.1 * world.size))
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    single.optimizer.learning_rate = 0.05 * world.size
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    model = build(lambda: keras.optimizers.SGD(0.1))
+    run = distkeras.Trainer(model)
+    callbacks = [distkeras.callbacks.Checkpoint(tmp_path)] if kept else []
+    run.fit(x, y, batch_size=4, callbacks=callbacks, **options)
+    # So long that it has not left its beginning after three updates.
+    callbacks.append(distkeras.callbacks.LearningRateWarmup(1e9, divisor=2))
+    run.fit(x, y, batch_size=4, callbacks=callbacks, **options)
+    assert_equal_weights(model, single)
 
 
 def test_warmup_that_comes_with_a_later_fit(world: Communicator) -> None:
