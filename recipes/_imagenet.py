@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import hashlib
 import math
-import os
-import struct
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,93 +18,13 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 import distkeras
-from distkeras import communicators
 from distkeras.data import Part
 from distkeras.data import ShardedData
-from distkeras.recipes._data import DataError
+from distkeras.recipes import _decoding
 from distkeras.recipes._dealing import Dealing
 from distkeras.recipes._dealing import Stage
-
-# Of ImageNet, by channel.
-_MEAN = (123.675, 116.28, 103.53)
-_DEVIATION = (58.395, 57.12, 57.375)
-
-_SPLITS = {"train": ("train",), "val": ("validation", "val")}
-_SUFFIXES = (".jpeg", ".jpg", ".png")
-_READ_AT_ONCE = 16
-_SHUFFLED = 4096  # encoded images in memory, about 0.5 GB of ImageNet
-
-
-@dataclasses.dataclass(frozen=True)
-class Files:
-    """Where the examples of one split are, the same on all ranks.
-
-    Attributes:
-        paths: of TFRecords, or of images.
-        labels: of each image, from 0; None for TFRecords, which hold them.
-        classes: their names, by label; None for TFRecords.
-        counts: examples in each file of TFRecords; None for images.
-    """
-
-    paths: list[str]
-    labels: list[int] | None = None
-    classes: list[str] | None = None
-    counts: list[int] | None = None
-
-    @property
-    def total(self) -> int:
-        """Examples in all files."""
-        return len(self.paths) if self.counts is None else sum(self.counts)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """The same for the same files."""
-        text = repr((self.paths, self.labels, self.counts))
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def by_file(self, size: int) -> bool:
-        """Whether there is a file at least for each of so many ranks."""
-        return len(self.paths) >= size
-
-    def count(self, rank: int, size: int) -> int:
-        """Examples that a rank of so many reads in a pass."""
-        if self.counts is not None and self.by_file(size):
-            return sum(self.counts[rank::size])
-        return len(range(rank, self.total, size))
-
-
-def find(folder: Path, split: str) -> Files:
-    """Returns the files of a split. Collective: rank 0 looks, all count examples.
-
-    Args:
-        folder: with `train-*` and `validation-*`, TFRecords as TensorFlow's ImageNet
-            scripts write them (in `folder` itself, or in `train` and `validation` in
-            it); or with `train` and `val`, in which each class has a folder of images.
-        split: `"train"` or `"val"`.
-
-    Raises:
-        distkeras.CommunicatorError: on every rank, if there are none, or if one is cut
-            short.
-    """
-    world = communicators.world()
-
-    def looking_for_images() -> Files | None:
-        return _find(folder.absolute(), split) if world.rank == 0 else None
-
-    found = communicators.collectively(world, looking_for_images)
-    files: Files = world.broadcast_object(found)
-    if files.labels is not None:
-        return files
-
-    def counting_examples() -> list[int]:
-        return [count_records(path) for path in files.paths[world.rank :: world.size]]
-
-    parts = world.allgather_object(communicators.collectively(world, counting_examples))
-    counts = [
-        parts[number % world.size][number // world.size]
-        for number in range(len(files.paths))
-    ]
-    return dataclasses.replace(files, counts=counts)
+from distkeras.recipes._image_files import Files
+from distkeras.recipes._image_files import read
 
 
 class ShardedImages(ShardedData):
@@ -367,7 +281,6 @@ class ShardedImages(ShardedData):
     def _shard(self, rank: int, size: int) -> tf.data.Dataset:
         """What a rank of so many reads in a whole pass."""
         seed = self._numbers[_Number.SEED] + size * 2**16 + rank
-        read = _images if self._files.counts is None else _records
         data = read(self._files, rank, size, seed if self.training else None)
         # An image has its own random numbers, whoever decodes it, and when.
         return data.enumerate().map(
@@ -375,18 +288,14 @@ class ShardedImages(ShardedData):
         )
 
     def _prepared(self, contents: Any, label: Any, numbers: Any) -> tuple[Any, Any]:
-        size = self._image_size
-        if self.training:
-            window = _random_window(contents, numbers)
-        else:
-            window = _middle(contents, size)
-        image = tf.image.resize(_cut(contents, window), (size, size))
-        if self.training:
-            image = tf.image.stateless_random_flip_left_right(image, numbers)
-        label = _checked(label - self._first_label, self._num_classes)
-        image = (image - _MEAN) / tf.constant(_DEVIATION)
-        image = tf.ensure_shape(image, (size, size, 3))
-        return image, tf.one_hot(label, self._num_classes)
+        return _decoding.prepared(
+            contents,
+            label - self._first_label,
+            numbers,
+            image_size=self._image_size,
+            num_classes=self._num_classes,
+            training=self.training,
+        )
 
 
 class _Number(enum.IntEnum):
@@ -414,197 +323,3 @@ def synthetic(
     y = random.integers(num_classes, size=batch_size)
     batch = tf.constant(x), tf.one_hot(y, num_classes)
     return tf.data.Dataset.from_tensors(batch).repeat(batches)
-
-
-def count_records(path: str | os.PathLike[str]) -> int:
-    """Counts the examples of a TFRecord file by its lengths; it reads no contents.
-
-    Raises:
-        DataError: if the file is cut short.
-    """
-    count, end = 0, os.path.getsize(path)
-    with open(path, "rb") as file:
-        while (at := file.tell()) < end:
-            head = file.read(12)
-            # Length, its checksum, the contents, their checksum.
-            after = at + 16 + struct.unpack("<Q", head[:8])[0] if len(head) == 12 else 0
-            if not at < after <= end:
-                raise DataError(f"Expected whole TFRecords. {path} ends within one.")
-            file.seek(after)
-            count += 1
-    return count
-
-
-# Finding and reading
-
-
-def _find(folder: Path, split: str) -> Files:
-    for name in _SPLITS[split]:
-        for place in (folder, folder / name):
-            records = sorted(map(str, place.glob(f"{name}-*")))
-            if records:
-                return Files(records)
-        if (folder / name).is_dir():
-            return _find_images(folder / name, _classes(folder / "train"))
-    names = " or ".join(_SPLITS[split])
-    raise DataError(
-        f"Expected TFRecords {names}-* in {folder}, or a folder {names} with a folder "
-        "of images for each class. There is neither."
-    )
-
-
-def _classes(folder: Path) -> list[str]:
-    """Names the classes, in the order of their labels: that of their names."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-
-
-def _find_images(folder: Path, classes: list[str]) -> Files:
-    others = sorted(set(_classes(folder)) - set(classes))
-    if others:
-        raise DataError(
-            f"Expected the folders in {folder} to be those of the training images. "
-            f"There are others: {', '.join(others[:5])}"
-        )
-    paths: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        if not (folder / name).is_dir():
-            continue
-        images = (entry.path for entry in os.scandir(folder / name))
-        of_class = sorted(p for p in images if p.lower().endswith(_SUFFIXES))
-        paths += of_class
-        labels += [label] * len(of_class)
-    if not paths:
-        raise DataError(
-            f"Expected images ({', '.join(_SUFFIXES)}) in the folders of {folder}. "
-            "There are none."
-        )
-    return Files(paths, labels, classes)
-
-
-def _images(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
-    paths = _held(files.paths[rank::size], tf.string)
-    labels = _held((files.labels or [])[rank::size], tf.int64)
-    data = tf.data.Dataset.from_tensor_slices((paths, labels))
-    if seed is not None:
-        data = _shuffled(data, max(files.count(rank, size), 1), seed)
-    return data.map(
-        lambda path, label: (tf.io.read_file(path), label),
-        num_parallel_calls=tf.data.AUTOTUNE,
-    )
-
-
-def _records(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
-    by_file = files.by_file(size)
-    paths = files.paths[rank::size] if by_file else files.paths
-    data = tf.data.Dataset.from_tensor_slices(_held(paths, tf.string))
-    # Where ranks share files, they read them in the same order, always.
-    if seed is not None and by_file:
-        data = _shuffled(data, len(paths), seed)
-    data = data.interleave(
-        tf.data.TFRecordDataset,
-        cycle_length=_READ_AT_ONCE,
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=True,
-    )
-    if not by_file:
-        data = data.shard(size, rank)
-    count = files.count(rank, size)
-    data = data.apply(tf.data.experimental.assert_cardinality(count))
-    if seed is not None:
-        data = _shuffled(data, _SHUFFLED, seed)
-    return data.map(_parsed, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def _shuffled(data: tf.data.Dataset, count: int, seed: Any) -> tf.data.Dataset:
-    """Shuffles by this seed alone, within a function of a pipeline."""
-    graph = tf.compat.v1.get_default_graph()
-    before, graph.seed = graph.seed, 1  # of the program: it would be added
-    try:
-        return data.shuffle(count, seed, reshuffle_each_iteration=False)
-    finally:
-        graph.seed = before
-
-
-def _held(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Makes a tensor that a pipeline refers to, rather than one within its graph."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.constant(values, dtype)
-
-
-def _parsed(record: Any) -> tuple[Any, Any]:
-    features = {
-        "image/encoded": tf.io.FixedLenFeature((), tf.string),
-        "image/class/label": tf.io.FixedLenFeature((), tf.int64),
-    }
-    example = tf.io.parse_single_example(record, features)
-    return example["image/encoded"], example["image/class/label"]
-
-
-def _checked(label: Any, num_classes: int) -> Any:
-    # A label out of range would be a row of zeros, and no error.
-    inside = tf.logical_and(label >= 0, label < num_classes)
-    check = tf.debugging.Assert(
-        inside,
-        [
-            f"Expected a label from 0 to {num_classes - 1}. Received:",
-            label,
-            "Set --classes and, for TFRecords, --first-label.",
-        ],
-    )
-    with tf.control_dependencies([check]):
-        return tf.identity(label)
-
-
-# Images
-
-
-def _if_jpeg(contents: Any, yes: Callable[[], Any], no: Callable[[Any], Any]) -> Any:
-    """JPEGs are decoded in part. Among ImageNet's files is a PNG."""
-
-    def other() -> Any:
-        return no(tf.io.decode_image(contents, channels=3, expand_animations=False))
-
-    return tf.cond(tf.io.is_jpeg(contents), yes, other)
-
-
-def _shape(contents: Any) -> Any:
-    return _if_jpeg(contents, lambda: tf.io.extract_jpeg_shape(contents), tf.shape)
-
-
-def _cut(contents: Any, window: Any) -> Any:
-    """Decodes the part of an image in a window: top, left, height, width."""
-
-    def cut(image: Any) -> Any:
-        top, left, height, width = tf.unstack(window)
-        return image[top : top + height, left : left + width]
-
-    return _if_jpeg(
-        contents, lambda: tf.io.decode_and_crop_jpeg(contents, window, channels=3), cut
-    )
-
-
-def _random_window(contents: Any, numbers: Any) -> Any:
-    """Draws a window of 8 to 100 % of the image, from 3:4 to 4:3.
-
-    As Szegedy et al. 2014 (arXiv:1409.4842, section 6) and Goyal et al. 2017.
-    """
-    begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
-        _shape(contents),
-        bounding_boxes=tf.zeros((0, 0, 4)),
-        seed=numbers,
-        min_object_covered=0.0,
-        aspect_ratio_range=(3 / 4, 4 / 3),
-        area_range=(0.08, 1.0),
-        max_attempts=10,
-        use_image_if_no_bounding_boxes=True,
-    )
-    return tf.concat([begin[:2], extent[:2]], 0)
-
-
-def _middle(contents: Any, image_size: int) -> Any:
-    """The window whose resizing is the middle of the image resized by 256/224."""
-    height, width = tf.unstack(_shape(contents)[:2])
-    side = tf.minimum(height, width)
-    side = tf.cast(tf.round(tf.cast(side, tf.float32) * (224 / 256)), tf.int32)
-    return tf.stack([(height - side) // 2, (width - side) // 2, side, side])

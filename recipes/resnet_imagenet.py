@@ -191,6 +191,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         distkeras.CommunicatorError: on every rank, if there are no images.
     """
+    from distkeras.recipes import _image_files
     from distkeras.recipes import _imagenet
     from distkeras.recipes import _samples
 
@@ -211,7 +212,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         _samples.make(folder, args.files)
     train, val = (
         _imagenet.ShardedImages(
-            _imagenet.find(folder, split),
+            _image_files.find(folder, split),
             training=split == "train",
             first_label=args.first_label,
             steps=args.steps,

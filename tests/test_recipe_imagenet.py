@@ -25,6 +25,8 @@ from distkeras import communicators
 from distkeras.callbacks import Checkpoint
 from distkeras.data import ShardedData
 from distkeras.data import shard
+from distkeras.recipes import _decoding
+from distkeras.recipes import _image_files
 from distkeras.recipes import _imagenet
 from distkeras.recipes import _samples
 from distkeras.recipes import resnet_imagenet
@@ -73,7 +75,7 @@ def make_numbered(folder: Path, form: str) -> None:
 
 
 def read(
-    files: _imagenet.Files, *, training: bool = True, **more: Any
+    files: _image_files.Files, *, training: bool = True, **more: Any
 ) -> _imagenet.ShardedImages:
     """Reads numbered images."""
     options = {
@@ -113,16 +115,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path]) -> dict[tuple[str, str], _imagenet.Files]:
+def found(folders: dict[str, Path]) -> dict[tuple[str, str], _image_files.Files]:
     """Their files, by form and split."""
     return {
-        (form, split): _imagenet.find(folder, split)
+        (form, split): _image_files.find(folder, split)
         for form, folder in folders.items()
         for split in _samples.COUNTS
     }
 
 
-Found = dict[tuple[str, str], _imagenet.Files]
+Found = dict[tuple[str, str], _image_files.Files]
 
 
 def build(**options: Any) -> keras.Model:
@@ -255,7 +257,7 @@ def test_ranks_come_and_go_within_an_epoch(
 
 
 def train(
-    files: _imagenet.Files,
+    files: _image_files.Files,
     *callbacks: Any,
     communicator: communicators.Communicator,
     **options: Any,
@@ -341,7 +343,7 @@ import json, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import distkeras, keras
-from distkeras.recipes import _imagenet
+from distkeras.recipes import _image_files
 from test_recipe_imagenet import build, read
 
 class Die(keras.callbacks.Callback):
@@ -353,8 +355,8 @@ class Die(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 distkeras.init()
-files = _imagenet.find(Path(sys.argv[2]), "train")
-val = read(_imagenet.find(Path(sys.argv[2]), "val"), training=False)
+files = _image_files.find(Path(sys.argv[2]), "train")
+val = read(_image_files.find(Path(sys.argv[2]), "val"), training=False)
 trainer = distkeras.Trainer(build(jit_compile=False))
 history = trainer.fit(
     read(files), epochs=3, validation_data=val, callbacks=[Die()], verbose=0
@@ -395,7 +397,7 @@ def test_data_of_other_ranks_is_refused(world: communicators.Communicator) -> No
         deal_to = ShardedData.deal_to
 
     data = Fixed(
-        _imagenet.Files(["a"], [0], ["b"]),
+        _image_files.Files(["a"], [0], ["b"]),
         **{"batch_size": 1, "image_size": 8, "num_classes": 1, "training": True},
         rank=world.rank,
         size=world.size + 1,
@@ -426,11 +428,11 @@ def test_a_slow_pipeline_is_named(
         time.sleep(0.02)
         return image
 
-    fast = _imagenet._cut
+    fast = _decoding.cut
     monkeypatch.setattr(_figures, "_LONG_ENOUGH", 0.1)
     monkeypatch.setattr(
-        _imagenet,
-        "_cut",
+        _decoding,
+        "cut",
         lambda *args: tf.ensure_shape(
             tf.numpy_function(sleep, [fast(*args)], tf.uint8), (None, None, 3)
         ),
@@ -460,12 +462,12 @@ def test_the_middle_is_what_is_left_of_256_pixels(form: str) -> None:
     image = np.zeros((256, 320, 3), "uint8")
     image[16:-16, 48:-48] = 200
     contents = encoded(image, form)
-    window = _imagenet._middle(contents, 224)
+    window = _decoding.middle(contents)
     assert window.numpy().tolist() == [16, 48, 224, 224]
-    middle = _imagenet._cut(contents, window).numpy()
+    middle = _decoding.cut(contents, window).numpy()
     assert middle.shape == (224, 224, 3)
     assert middle[8:-8, 8:-8].min() > 190
-    assert _imagenet._middle(encoded(image[:, :64], form), 9).numpy().tolist() == [
+    assert _decoding.middle(encoded(image[:, :64], form)).numpy().tolist() == [
         *(100, 4, 56, 56)
     ]
 
@@ -474,7 +476,7 @@ def test_random_windows_have_the_published_sizes() -> None:
     contents = encoded(np.zeros((100, 200, 3), "uint8"), "jpeg")
     windows = np.array(
         [
-            _imagenet._random_window(contents, tf.constant([3, number])).numpy()
+            _decoding.random_window(contents, tf.constant([3, number])).numpy()
             for number in range(200)
         ]
     )
@@ -494,10 +496,10 @@ def test_random_windows_have_the_published_sizes() -> None:
 
 def test_images_are_normalized(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    mean = np.round(_imagenet._MEAN).astype("uint8")
+    mean = np.round(_decoding.MEAN).astype("uint8")
     image = np.broadcast_to(mean, (64, 64, 3))
     path.write_bytes(encoded(image, "png").numpy())
-    files = _imagenet.Files([str(path)], [2], ["a", "b", "c"])
+    files = _image_files.Files([str(path)], [2], ["a", "b", "c"])
     data = read(files, training=False, rank=0, size=1, num_classes=3)
     ((x, y),) = batches_of(data)
     assert x.shape == (1, SIZE, SIZE, 3)
@@ -510,14 +512,14 @@ def test_images_are_normalized(tmp_path: Path) -> None:
 
 def test_missing_images_are_said_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(distkeras.CommunicatorError, match=r"Expected TFRecords train-"):
-        _imagenet.find(tmp_path, "train")
+        _image_files.find(tmp_path, "train")
 
 
 def test_classes_that_were_not_trained_are_named(tmp_path: Path) -> None:
     for folder in ("train/cat", "val/cat", "val/dog"):
         (tmp_path / folder).mkdir(parents=True)
     with pytest.raises(distkeras.CommunicatorError, match="There are others: dog"):
-        _imagenet.find(tmp_path, "val")
+        _image_files.find(tmp_path, "val")
 
 
 def test_files_that_were_cut_short_are_named(
@@ -534,7 +536,7 @@ def test_files_that_were_cut_short_are_named(
             path.write_bytes(contents[:-cut])
         world.barrier()
         with pytest.raises(distkeras.CommunicatorError, match=f"{name} ends within"):
-            _imagenet.find(tmp_path_shared, "val")
+            _image_files.find(tmp_path_shared, "val")
 
 
 @pytest.mark.parametrize("more", [{"num_classes": 3}, {"first_label": 2}])
