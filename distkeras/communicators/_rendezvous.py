@@ -1,9 +1,10 @@
 """Waiting for the ranks of a node without MPI: flags in memory that all of them see.
 
 Whoever waits reads the flag again for some microseconds, which is what an exchange
-between ranks in step takes. Then it offers the core to others at every look, and
-then it sleeps, longer and longer: the peer that is late is probably computing, and
-may want this very core. While it sleeps it looks whether the peer's process lives.
+between ranks in step takes. Then it offers the core to others at some looks, and then
+it sleeps until it is woken: the peer that is late is probably computing, and may want
+this very core. Where it cannot be woken (`_futex`), it offers the core for longer, and
+sleeps longer and longer. Now and then it looks whether the peer's process lives.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NoReturn
 
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import _elastic
+from distkeras.communicators._futex import find_futex
 from distkeras.communicators._steps import Label
 from distkeras.communicators._steps import Steps
 from distkeras.communicators._steps import describe
@@ -30,11 +32,14 @@ HEADER_BYTES = 1024
 ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
+_ASLEEP = 48  # whether the rank sleeps until it is woken
 
 _MOST_SPINS = 512  # about 30 microseconds
 _FEWEST_SPINS = 16
 _YIELDS = 700  # about half a millisecond
+_YIELDS_BEFORE_FUTEX = 64
 _LONGEST_SLEEP = 1e-3  # seconds
+_LONGEST_FUTEX = 5e-3
 _SHORTEST_SLEEP = 2e-5
 _BETWEEN_CHECKS = 0.1
 _LAUNCHERS_TURN = 1.0
@@ -139,6 +144,8 @@ class Rendezvous:
         self._rank = rank
         self._mine = words[rank]
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
+        self._futex = find_futex(self._mine)
+        self._futexes = [find_futex(words_) for words_ in words]
         self._processes = processes
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
@@ -148,6 +155,7 @@ class Rendezvous:
             _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
         )
         self._spins = self._most_spins
+        self._yields = _YIELDS if self._futex is None else _YIELDS_BEFORE_FUTEX
         # Numbers of processes mean something only in one and the same numbering.
         self._can_look = len({p.namespace for p in processes}) == 1
 
@@ -163,6 +171,12 @@ class Rendezvous:
         """
         self._fence()
         self._mine[word] = step
+        if self._futex is not None:
+            self._fence()  # the number is written before it is seen who sleeps
+            for _, words in self._others:
+                if words[_ASLEEP]:
+                    self._futex.wake(word)
+                    break
         for rank, words in self._others:
             if words[word] < step:
                 self._wait(rank, words, word, step)
@@ -201,6 +215,7 @@ class Rendezvous:
     def release(self) -> None:
         """Lets go of the shared memory; it cannot be used afterwards."""
         self._steps.close()
+        self._futex, self._futexes = None, []
         self._mine.release()
         for _, words in self._others:
             words.release()
@@ -229,7 +244,7 @@ class Rendezvous:
                 return
         # In vain: the other may need this core, if not now then the next time.
         self._spins = max(_FEWEST_SPINS, self._spins // 2)
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             if words[word] >= step:
                 return
             os.sched_yield()
@@ -238,16 +253,25 @@ class Rendezvous:
 
     def _sleep(self, rank: int, words: memoryview, word: int, step: int) -> None:
         start = checked = time.perf_counter()
-        while words[word] < step:
-            if _elastic.lost():
-                self._break(_elastic.LOST)
-            now = time.perf_counter()
-            if now - checked > _BETWEEN_CHECKS:
-                checked = now
-                self._check_alive(rank, words, word, step)
-            # What is overslept is a small part of what was waited anyway.
-            pause = (now - start) / 16
-            time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        futex = self._futexes[rank]
+        self._mine[_ASLEEP] = 1
+        self._fence()
+        try:
+            while (seen := words[word]) < step:
+                if _elastic.lost():
+                    self._break(_elastic.LOST)
+                now = time.perf_counter()
+                if now - checked > _BETWEEN_CHECKS:
+                    checked = now
+                    self._check_alive(rank, words, word, step)
+                if futex is not None:
+                    futex.wait(word, seen, _LONGEST_FUTEX)
+                    continue
+                # What is overslept is a small part of what was waited anyway.
+                pause = (now - start) / 16
+                time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        finally:
+            self._mine[_ASLEEP] = 0
 
     def _check_alive(self, rank: int, words: memoryview, word: int, step: int) -> None:
         if not self._can_look or self._processes[rank].alive():

@@ -20,7 +20,7 @@ from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._mpi import MPICommunicator
-from distkeras.communicators._mpi import load_mpi
+from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
