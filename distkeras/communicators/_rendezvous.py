@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from typing import NoReturn
 
 from distkeras._errors import CommunicatorError
@@ -32,12 +33,13 @@ HEADER_BYTES = 1024
 ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
-_ASLEEP = 48  # whether the rank sleeps until it is woken
+_ASLEEP = 48  # 1 while the rank sleeps until it is woken
 
 _MOST_SPINS = 512  # about 30 microseconds
 _FEWEST_SPINS = 16
 _YIELDS = 700  # about half a millisecond
-_YIELDS_BEFORE_FUTEX = 64
+_YIELDS_BEFORE_FUTEX = 200
+_FEWEST_YIELDS = 4
 _LONGEST_SLEEP = 1e-3  # seconds
 _LONGEST_FUTEX = 5e-3
 _SHORTEST_SLEEP = 2e-5
@@ -145,7 +147,7 @@ class Rendezvous:
         self._mine = words[rank]
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
         self._futex = find_futex(self._mine)
-        self._futexes = [find_futex(words_) for words_ in words]
+        self._sleepers = [(w, find_futex(w)) for _, w in self._others]
         self._processes = processes
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
@@ -155,7 +157,12 @@ class Rendezvous:
             _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
         )
         self._spins = self._most_spins
-        self._yields = _YIELDS if self._futex is None else _YIELDS_BEFORE_FUTEX
+        if self._futex is None:
+            self._yields = _YIELDS
+        elif self._most_spins == _MOST_SPINS:
+            self._yields = _YIELDS_BEFORE_FUTEX
+        else:
+            self._yields = _FEWEST_YIELDS
         # Numbers of processes mean something only in one and the same numbering.
         self._can_look = len({p.namespace for p in processes}) == 1
 
@@ -173,13 +180,12 @@ class Rendezvous:
         self._mine[word] = step
         if self._futex is not None:
             self._fence()  # the number is written before it is seen who sleeps
-            for _, words in self._others:
+            for words, futex in self._sleepers:
                 if words[_ASLEEP]:
-                    self._futex.wake(word)
-                    break
-        for rank, words in self._others:
+                    self._wake(words, futex, word, step)
+        for _, words in self._others:
             if words[word] < step:
-                self._wait(rank, words, word, step)
+                self._wait(words, word, step)
         self._fence()
 
     def meet_alike(self, label: Label) -> int:
@@ -215,7 +221,7 @@ class Rendezvous:
     def release(self) -> None:
         """Lets go of the shared memory; it cannot be used afterwards."""
         self._steps.close()
-        self._futex, self._futexes = None, []
+        self._futex, self._sleepers = None, []
         self._mine.release()
         for _, words in self._others:
             words.release()
@@ -235,8 +241,18 @@ class Rendezvous:
             )
         )
 
-    def _wait(self, rank: int, words: memoryview, word: int, step: int) -> None:
-        """Waits for one rank's number, at less and less cost."""
+    def _wake(self, words: memoryview, futex: Any, word: int, step: int) -> None:
+        """Wakes a rank, if it waits for no other than this one.
+
+        Of two ranks that come last at the same time one at least sees the other's
+        number: both have written theirs, and fenced, before they look.
+        """
+        if all(w[word] >= step for _, w in self._others):
+            words[_ASLEEP] = 0  # should it be about to sleep, it will not
+            futex.wake(_ASLEEP)
+
+    def _wait(self, words: memoryview, word: int, step: int) -> None:
+        """Waits for one rank's number, at less and less cost; in the end for all."""
         for _ in range(self._spins):
             if words[word] >= step:
                 if self._spins < self._most_spins:
@@ -249,29 +265,32 @@ class Rendezvous:
                 return
             os.sched_yield()
         with self._steps.waits(step):
-            self._sleep(rank, words, word, step)
+            self._sleep(word, step)
 
-    def _sleep(self, rank: int, words: memoryview, word: int, step: int) -> None:
+    def _sleep(self, word: int, step: int) -> None:
+        """Waits for all ranks' numbers, asleep in between."""
         start = checked = time.perf_counter()
-        futex = self._futexes[rank]
-        self._mine[_ASLEEP] = 1
-        self._fence()
-        try:
-            while (seen := words[word]) < step:
-                if _elastic.lost():
-                    self._break(_elastic.LOST)
-                now = time.perf_counter()
-                if now - checked > _BETWEEN_CHECKS:
-                    checked = now
+        while True:
+            if self._futex is not None:
+                self._mine[_ASLEEP] = 1
+                self._fence()
+            missing = [(r, w) for r, w in self._others if w[word] < step]
+            if not missing:
+                break
+            if _elastic.lost():
+                self._break(_elastic.LOST)
+            now = time.perf_counter()
+            if now - checked > _BETWEEN_CHECKS:
+                checked = now
+                for rank, words in missing:
                     self._check_alive(rank, words, word, step)
-                if futex is not None:
-                    futex.wait(word, seen, _LONGEST_FUTEX)
-                    continue
-                # What is overslept is a small part of what was waited anyway.
-                pause = (now - start) / 16
-                time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
-        finally:
-            self._mine[_ASLEEP] = 0
+            if self._futex is not None:
+                self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX)
+                continue
+            # What is overslept is a small part of what was waited anyway.
+            pause = (now - start) / 16
+            time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        self._mine[_ASLEEP] = 0
 
     def _check_alive(self, rank: int, words: memoryview, word: int, step: int) -> None:
         if not self._can_look or self._processes[rank].alive():
