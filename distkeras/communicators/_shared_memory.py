@@ -24,6 +24,7 @@ from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._shared_reduction import SLOTS
 from distkeras.communicators._shared_reduction import Direct
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
@@ -56,7 +57,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
     ranks. A NaN on any rank makes the element NaN. `float16` and `bfloat16` are
     combined in `float32` and rounded once.
 
-    Memory: two chunks a rank, made at the first allreduce for a buffer of that size
+    Memory: three chunks a rank, made at the first allreduce for a buffer of that size
     and, each time a longer one comes, made anew at twice the size or more, up to
     `chunk_bytes`. Longer buffers go in several chunks. All of it is given back by
     `close`, and by the system when the last rank ends, however it ends.
@@ -226,7 +227,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if self._node is not None or self._no_room or self._fallback.size == 1:
             return self._node
         slot = min(self._chunk_bytes, _FIRST_SLOT)
-        window = self._allocate(HEADER_BYTES + 2 * slot)
+        window = self._allocate(HEADER_BYTES + SLOTS * slot)
         if window is None:
             self._no_room = True
             return None
@@ -268,7 +269,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Makes longer chunks, for a buffer of that many bytes; collective."""
         wanted = max(2 * self._slot_bytes, 1 << (nbytes - 1).bit_length())
         slot = min(self._chunk_bytes, wanted)
-        window = self._allocate(2 * slot)
+        window = self._allocate(SLOTS * slot)
         if window is None:
             self._chunk_bytes = self._slot_bytes  # do not ask again
             return
@@ -328,6 +329,6 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
 
 def _slots(window: Window, start: int, size: int) -> list[list[np.ndarray]]:
-    """Returns the bytes of two slots that begin at `start`, by slot and rank."""
-    begins = (start, start + size)
+    """Returns the bytes of the slots that begin at `start`, by slot and rank."""
+    begins = range(start, start + SLOTS * size, size)
     return [[part[b : b + size] for part in window.parts] for b in begins]

@@ -31,6 +31,9 @@ _SMALL = 4096  # bytes, up to which an assignment is the fastest copy
 _PIECE = 1 << 17  # bytes that are combined at a time: all operands fit a core's cache
 _LINE = 64  # bytes, that no two ranks should write at once
 
+SLOTS = 3
+"""Chunks that each rank has in shared memory; they take turns, step by step."""
+
 
 class Node(NamedTuple):
     """What all reductions of a communicator work with.
@@ -94,13 +97,13 @@ class _Slot(NamedTuple):
 class Direct(Reduction):
     """Every rank combines all elements by itself: one meeting, no copy back.
 
-    The fastest for two ranks, and for small buffers. A rank may write to one of the
-    two slots when all have begun the step after the one that used it before.
+    The fastest for two ranks, and for small buffers. What was packed in a step is read
+    by all before they reach the next one.
 
     Args:
         node: the ranks.
         label: of the call.
-        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        slots: bytes of each rank, by rank, of each slot.
         length: elements of the buffer.
         dtype: of the buffer, one that NumPy computes in.
         op: the operation.
@@ -131,7 +134,9 @@ class Direct(Reduction):
         """Combines `buffer` over all ranks, in place."""
         rendezvous = self._rendezvous
         if self._only is not None and pack is None:
-            mine, bytes_, first, second, others = self._only[rendezvous.step + 1 & 1]
+            mine, bytes_, first, second, others = self._only[
+                (rendezvous.step + 1) % SLOTS
+            ]
             if self._small:
                 mine[...] = buffer
             else:
@@ -149,7 +154,7 @@ class Direct(Reduction):
         rendezvous, ufunc = self._rendezvous, self._ufunc
         for place, slots in self._pieces:
             part = buffer[place]
-            mine, bytes_, first, second, others = slots[rendezvous.step + 1 & 1]
+            mine, bytes_, first, second, others = slots[(rendezvous.step + 1) % SLOTS]
             if pack is None:
                 copy_bytes(part.view(np.uint8), bytes_)
             else:
@@ -180,15 +185,18 @@ def _operands(
 
 
 class Sliced(Reduction):
-    """Every rank combines its slice of each chunk for all: two meetings a chunk.
+    """Every rank combines its slice of each chunk for all.
 
     The fewest additions, for more than two ranks; and one rounding for all ranks,
-    for dtypes narrower than float32.
+    for dtypes narrower than float32. Between two meetings a rank reads the result of
+    one chunk, combines its slice of the next, and packs the one after that: a meeting
+    a chunk, and one in the end. What was packed in a step is combined before the next
+    one and read before the one after that; then its slot is written to again.
 
     Args:
         node: the ranks.
         label: of the call.
-        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        slots: bytes of each rank, by rank, of each slot.
         length: elements of the buffer.
         dtype: of the buffer.
         op: the operation.
@@ -205,13 +213,12 @@ class Sliced(Reduction):
     ) -> None:
         self._node, self._label, self._op = node, label, op
         step = slots[0][0].size // dtype.itemsize
-        known: dict[int, tuple[_Slot, _Slot]] = {}
-        self._pieces: list[tuple[slice, tuple[_Slot, _Slot]]] = []
+        known: dict[int, tuple[_Slot, ...]] = {}
+        self._pieces: list[tuple[slice, tuple[_Slot, ...]]] = []
         for start in range(0, length, step):
             count = min(step, length - start)
             if count not in known:
-                first, second = (self._slot(s, count, dtype, op) for s in slots)
-                known[count] = (first, second)
+                known[count] = tuple(self._slot(s, count, dtype, op) for s in slots)
             self._pieces.append((slice(start, start + count), known[count]))
 
     def _slot(
@@ -242,23 +249,40 @@ class Sliced(Reduction):
     def _run_pieces(
         self, buffer: np.ndarray, pack: Part | None, unpack: Part | None
     ) -> None:
-        rendezvous = self._node.rendezvous
-        for place, slots in self._pieces:
-            part = buffer[place].view(np.uint8)
-            slot = slots[rendezvous.step + 1 & 1]
-            if pack is None:
-                copy_bytes(part, slot.bytes)
-            else:
-                pack(slot.mine, place.start)
+        rendezvous, last = self._node.rendezvous, len(self._pieces) - 1
+        slot = self._pack(0, buffer, pack)
+        before: tuple[slice, _Slot] | None = None
+        for number, (place, _) in enumerate(self._pieces):
             step = rendezvous.meet_alike(self._label)
+            if before is not None:
+                _read(*before, buffer, unpack)
             slot.combine()
             if self._node.across is not None and slot.result.size:
                 self._node.across(slot.result, self._op)
-            rendezvous.meet(REDUCED, step)
-            for where, result in slot.results:
-                copy_bytes(result, part[where])
-            if unpack is not None:
-                unpack(buffer[place], place.start)
+            before = (place, slot)
+            if number < last:
+                slot = self._pack(number + 1, buffer, pack)
+        rendezvous.meet(REDUCED, step)
+        _read(place, slot, buffer, unpack)
+
+    def _pack(self, number: int, buffer: np.ndarray, pack: Part | None) -> _Slot:
+        """Writes a piece to shared memory; returns where."""
+        place, slots = self._pieces[number]
+        slot = slots[(self._node.rendezvous.step + 1) % SLOTS]
+        if pack is None:
+            copy_bytes(buffer[place].view(np.uint8), slot.bytes)
+        else:
+            pack(slot.mine, place.start)
+        return slot
+
+
+def _read(place: slice, slot: _Slot, buffer: np.ndarray, unpack: Part | None) -> None:
+    """Reads a piece, once all ranks have combined their slices."""
+    part = buffer[place].view(np.uint8)
+    for where, result in slot.results:
+        copy_bytes(result, part[where])
+    if unpack is not None:
+        unpack(buffer[place], place.start)
 
 
 def slices(length: int, ranks: int, itemsize: int) -> list[slice]:
