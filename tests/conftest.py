@@ -30,6 +30,8 @@ from distkeras._launcher import discover
 
 _LAUNCHER = discover(os.environ)
 _MANY_CASES = 6
+_HANDS = (2, 3, 2)  # ranks
+_HANDS_OF_MANY = (2, 0, 3, 0)
 _MANY = _LAUNCHER is not None and _LAUNCHER.size != 1
 _RANK = _LAUNCHER.rank if _LAUNCHER is not None else 0
 
@@ -133,12 +135,13 @@ def pytest_collection_modifyitems(
 def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Returns which tests a run of everything leaves to other numbers of ranks.
 
-    Those that are marked `dealt` train models for seconds, or are a thousand. Each runs
-    at 2 or at 3 ranks; where six or more are one function's cases, a third of them is
-    left to the long run (`tests/test_under_mpiexec.py`, marked soak). One in twelve is
-    for 1 rank, where a `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's
-    sequence) keep the choice from going along with any parameter. `--whole` runs all,
-    and so does naming the file.
+    Those that are marked `dealt` train models for seconds, or are a thousand. Of three
+    one runs at 3 ranks, which share the cores, and two at 2; where six or more are one
+    function's cases, of four one at 2, one at 3, and two are left to the long run
+    (`tests/test_under_mpiexec.py`, marked soak). One in twelve is for 1 rank, where a
+    `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's sequence) keep the
+    choice from going along with any parameter. `--whole` runs all, and so does naming
+    the file.
     """
     left = []
     marked = [item for item in items if item.get_closest_marker("dealt") is not None]
@@ -146,9 +149,10 @@ def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     families = collections.Counter(_family(item) for item in marked)
     for number, item in enumerate(marked):
         many = families[_family(item)] >= _MANY_CASES
-        base = 3 if many else 2
-        hand = _digit_sum(number, base) % base
-        runs = number % 12 == 0 if size == 1 else size > 3 or hand == size - 2
+        hands = _HANDS_OF_MANY if many else _HANDS
+        base = len(hands)
+        hand = hands[_digit_sum(number, base) % base]
+        runs = number % 12 == 0 if size == 1 else size > 3 or hand == size
         if not runs:
             left.append(item)
     return left

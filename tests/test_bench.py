@@ -51,7 +51,7 @@ def test_table_and_numbers(tmp_path: Path) -> None:
     words += ["--communicators", "mpi,shared_memory,hierarchical"]
     answer = bench(tmp_path, *words, "--json", str(path))
     assert "2 ranks on 1 node" in answer.stdout
-    assert "shared_memory, allocated" in answer.stdout
+    assert "shared_memory, in and out" in answer.stdout
     numbers = json.loads(path.read_text())
     assert numbers["ranks"] == 2 and numbers["rounds"] == 2
     rows = numbers["results"]

@@ -19,6 +19,7 @@ from distkeras.communicators import MPICommunicator
 from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.communicators import SingleCommunicator
 from distkeras.communicators import agree
+from distkeras.communicators import aligned_zeros
 from distkeras.communicators import collectively
 from distkeras.communicators._agreement import name_ranks
 
@@ -330,22 +331,64 @@ def test_name_ranks() -> None:
     assert name_ranks([7, 0, 1, 2, 4, 5]) == "ranks 0-2, 4, 5, 7"
 
 
+class Source:
+    """Packs what it holds, keeps what is unpacked, and looks at the order."""
+
+    def __init__(self, held: np.ndarray) -> None:
+        self.held, self.seen = held, np.zeros_like(held)
+        self.packed, self.unpacked = [0], [0]
+
+    def pack(self, part: np.ndarray, start: int) -> None:
+        assert part.dtype == self.held.dtype and start == self.packed[-1]
+        self.packed.append(start + part.size)
+        part[...] = self.held[start : self.packed[-1]]
+
+    def unpack(self, part: np.ndarray, start: int) -> None:
+        assert start == self.unpacked[-1]
+        self.unpacked.append(start + part.size)
+        self.seen[start : self.unpacked[-1]] = part
+        part[...] = 1  # the caller's from here on
+
+
 @pytest.mark.parametrize("dtype", ("float32", "int64", "float16", "bool"))
 @pytest.mark.parametrize("op", OPS)
-def test_allocated_buffers(communicator: Communicator, dtype: str, op: str) -> None:
-    """Combined where they lie, in turn with ordinary ones of the same kind."""
-    length, size = sizes(communicator, 20_001), communicator.size
-    buffer, other = communicator.allocate(length, dtype), np.empty(length, dtype)
-    assert buffer.shape == (length,) and buffer.dtype == dtype
-    assert buffer.ctypes.data % 64 == 0 and not buffer.any()
-    everyone = [values(r, dtype, length) for r in range(size)]
-    expected = OPS[op].reduce(everyone, dtype=dtype)
-    for _ in range(2):
-        for array in (buffer, other, buffer[:]):
-            array[...] = everyone[communicator.rank]
-            communicator.allreduce(array, op)
-            np.testing.assert_array_equal(array, expected)
-    assert same_everywhere(communicator, buffer)
+def test_parts(communicator: Communicator, dtype: str, op: str) -> None:
+    """Packed and unpacked in order, each element once; in turn with whole buffers."""
+    for length in (1, 16, sizes(communicator, 20_001)):
+        everyone = [values(r, dtype, length) for r in range(communicator.size)]
+        expected = OPS[op].reduce(everyone, dtype=dtype)
+        buffer = aligned_zeros(length, dtype)
+        for _ in range(2):
+            source = Source(everyone[communicator.rank])
+            communicator.allreduce_parts(
+                buffer, op, pack=source.pack, unpack=source.unpack
+            )
+            np.testing.assert_array_equal(source.seen, expected)
+            assert source.packed == source.unpacked and source.packed[-1] == length
+            assert (buffer == 1).all()
+            whole = source.held.copy()
+            communicator.allreduce(whole, op)
+            np.testing.assert_array_equal(whole, source.seen)
+        assert same_everywhere(communicator, source.seen)
+        assert len(set(communicator.allgather_object(len(source.packed)))) == 1
+
+
+def test_parts_of_chunks(communicator: Communicator) -> None:
+    """Shared memory hands over parts as long as its chunks."""
+    buffer, parts = aligned_zeros(1000, "float32"), []
+    communicator.allreduce_parts(
+        buffer,
+        pack=lambda part, start: part.fill(start),
+        unpack=lambda part, start: parts.append(part.nbytes),
+    )
+    alone = communicator.size == 1 or not isinstance(
+        communicator, SharedMemoryCommunicator
+    )
+    if not alone and communicator._chunk_bytes < 4000:
+        assert max(parts) == communicator._chunk_bytes
+        assert buffer[-1] == communicator.size * (1000 - parts[-1] // 4)
+    elif alone and not isinstance(communicator, HierarchicalCommunicator):
+        assert parts == [4000] and not buffer.any()
 
 
 def test_growing_buffers(communicator: Communicator) -> None:

@@ -7,10 +7,12 @@ import pytest
 
 from distkeras import MismatchError
 from distkeras.communicators import Communicator
+from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import canonical_path
 from distkeras.gradients import make_plan
+from distkeras.gradients._packing import pack_part
 
 SHAPES = [(3,), (), (2, 5), (17, 3), (1,)]
 
@@ -254,6 +256,82 @@ def test_mismatch_is_one_error_on_every_rank(
     for word in [*words, f"rank {world.size - 1}"]:
         assert word in messages[0]
     exchange.close()
+
+
+@pytest.mark.parametrize("length", (16, 24, 40, 1000))
+@pytest.mark.parametrize("reduction", ("mean", "max"))
+@pytest.mark.parametrize("weight", (0.0, 3.0))
+def test_parts_are_packed_as_the_whole(
+    length: int, reduction: str, weight: float
+) -> None:
+    """Every element but the header's is written, wherever it is cut."""
+    shapes = [*SHAPES, (0,), (33,)]
+    of = [
+        Gradient(f"v{i}", shape, "float32", reduction=reduction)  # type: ignore[arg-type]
+        for i, shape in enumerate(shapes)
+    ]
+    (bucket,) = make_plan(of).buckets
+    generator = np.random.default_rng(1)
+    arrays = [generator.normal(size=p.shape) for p in bucket.placements]
+    nothing = 0 if reduction == "mean" else -np.inf
+    expected = np.full(bucket.length, 0 if weight else nothing, "float32")
+    for place, array in zip(bucket.placements, arrays, strict=True):
+        scaled = array.astype("float32") * np.float32(
+            weight if reduction == "mean" else 1
+        )
+        here = slice(place.offset, place.offset + place.length)
+        if weight:
+            expected[here] = scaled.reshape(-1)
+    packed = np.full(bucket.length, np.nan, "float32")
+    packed[:16] = 7  # the header's
+    halves = [array.astype("float32") for array in arrays]
+    for start in range(0, bucket.length, length):
+        part = packed[start : start + length]
+        pack_part(bucket, halves, weight, part, start)
+    expected[:16] = 7
+    np.testing.assert_array_equal(packed, expected)
+
+
+@pytest.mark.parametrize("chunk_bytes", (64, 192, 1 << 20))
+def test_exchange_in_parts(world: Communicator, chunk_bytes: int) -> None:
+    """A bucket of several parts: flags, padding, idle ranks as in one."""
+    if world.size == 1 or world.local_size != world.size:
+        pytest.skip("parts are those of shared memory")
+    communicator = SharedMemoryCommunicator(chunk_bytes=chunk_bytes)
+    exchange = GradientExchange(communicator)
+    scale = Gradient("scale", (50,), "float32", reduction="max")
+    plan = exchange.plan((1,), [*gradients(), scale])
+    last = world.size - 1
+    for counts in (
+        [r + 1 for r in range(world.size)],
+        [1] * last + [0],
+        [0] * last + [0],
+    ):
+        count = counts[world.rank]
+        mine = [*values(world.rank), np.arange(50, dtype="f4") * (world.rank + 1)]
+        if count == 0:
+            mine = [np.full_like(array, np.nan) for array in mine]
+        for number, bucket in enumerate(plan.buckets):
+            outputs = exchange.reduce(
+                plan, number, count, in_order_of(plan, number, mine)
+            )
+            for place, output in zip(bucket.placements, outputs, strict=True):
+                working = [r for r in range(world.size) if counts[r]]
+                if bucket.reduction == "max":
+                    largest = max((r + 1 for r in working), default=-np.inf)
+                    expected = np.arange(50) * largest if working else -np.inf
+                elif working:
+                    every = [values(r)[place.index].astype("f8") for r in working]
+                    weights = [counts[r] for r in working]
+                    expected = np.average(every, axis=0, weights=weights)
+                else:
+                    expected = 0
+                np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+        assert exchange.examples == sum(counts)
+    assert exchange.counters.exchanges == 2
+    assert exchange.exhausted
+    exchange.close()
+    communicator.close()
 
 
 def test_buffer_is_aligned_and_reused(world: Communicator) -> None:

@@ -31,16 +31,22 @@ assert made["hierarchical"].node_sizes == (2, 1)
 rng = np.random.default_rng(rank)
 equal = []
 for length, op in ((1, "sum"), (1000, "max"), (3_000_001, "sum"), (3_000_001, "max")):
-    for mine in (world.allocate(length, "float32"), np.empty(length, "float32")):
-        mine[:] = rng.normal(size=length)
-        parts = world.allgather(mine)
-        world.allreduce(mine, op)
+    for by_parts in (False, True):
+        source = rng.normal(size=length).astype("float32")
+        parts = world.allgather(source)
+        mine = source.copy()
+        if by_parts:
+            def pack(part, start):
+                part[:] = source[start : start + part.size]
+            world.allreduce_parts(mine, op, pack=pack, unpack=lambda part, start: None)
+        else:
+            world.allreduce(mine, op)
         exact = getattr(np, op)(np.array(parts, "float64"), axis=0)
         np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5)
         equal.append(len(set(world.allgather_object(mine.tobytes()))) == 1)
 assert all(equal), equal
 seconds = {name: [] for name in made}
-buffers = {name: c.allocate(LENGTH, "float32") for name, c in made.items()}
+buffers = {name: np.zeros(LENGTH, "float32") for name in made}
 for _ in range(ROUNDS):
     for name, communicator in made.items():
         world.barrier()

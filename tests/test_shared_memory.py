@@ -19,9 +19,11 @@ from mpi_runtimes import open_mpi
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import Communicator
 from distkeras.communicators import SharedMemoryCommunicator
+from distkeras.communicators import _rendezvous
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
+from distkeras.communicators._futex import find_futex
 from distkeras.communicators._rendezvous import ARRIVED
 from distkeras.communicators._rendezvous import HEADER_BYTES
 from distkeras.communicators._rendezvous import Process
@@ -37,7 +39,7 @@ import os, signal
 import numpy as np
 from distkeras.communicators import SharedMemoryCommunicator
 communicator = SharedMemoryCommunicator()
-buffers = [communicator.allocate(1 << 18, "float32"), np.ones(1 << 18, "float32")]
+buffers = [np.ones(1 << 10, "float32"), np.ones(1 << 20, "float32")]
 for buffer in buffers:
     communicator.allreduce(buffer)
 communicator.barrier()
@@ -117,6 +119,47 @@ def test_deaths_in_other_containers_are_not_guessed() -> None:
     rendezvous.release()
 
 
+@pytest.mark.parametrize("futex", (True, False))
+def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: bool) -> None:
+    """Woken, not by the end of a nap; or, where nobody can be woken, by that."""
+    if not futex:
+        monkeypatch.setattr(_rendezvous, "find_futex", lambda words: None)
+    elif find_futex(memoryview(bytearray(8)).cast("q")) is None:
+        pytest.skip("the system has no futex")
+    monkeypatch.setattr(_rendezvous, "_LONGEST_FUTEX", 1e3)
+    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(2)]
+    calls = Calls([0, 98])
+    pair = [
+        Rendezvous(rank, headers, [Process.this()] * 2, lambda: None, calls)
+        for rank in range(2)
+    ]
+    calls.close()
+    for rank, late in ((0, 1), (1, 0), (0, 1)):
+        waiting = threading.Thread(target=pair[rank].meet_alike, args=[BARRIER])
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive()
+        pair[late].meet_alike(BARRIER)
+        waiting.join(20)
+        assert not waiting.is_alive()
+    for rendezvous in pair:
+        rendezvous.release()
+
+
+def test_a_futex_looks_before_it_sleeps() -> None:
+    words = memoryview(bytearray(64)).cast("q")
+    futex = find_futex(words)
+    if futex is None:
+        pytest.skip("the system has no futex")
+    words[3] = 1 << 32 | 7
+    futex.wait(3, 1 << 32 | 6, 1e3)  # returns at once, as something else is there
+    start = time.monotonic()
+    futex.wait(3, 1 << 32 | 7, 0.05)
+    assert 0.04 < time.monotonic() - start < 10
+    futex.wake(3)  # nobody sleeps
+    words.release()  # nothing holds the memory
+
+
 def test_long_waits_are_told_to_the_watchdog() -> None:
     rendezvous, words = meeting(Process.this())
     seen: list[Call | None] = []
@@ -181,8 +224,6 @@ def test_memory_is_given_back(world: Communicator) -> None:
     before = windows()
     for _ in range(20):
         communicator = SharedMemoryCommunicator()
-        buffer = communicator.allocate(1 << 20, "float32")
-        buffer[:] = 1
-        communicator.allreduce(buffer)
+        communicator.allreduce(np.ones(1 << 20, "float32"))
         communicator.close()
     assert world.allgather_object(windows() - before < 20) == [True] * world.size

@@ -203,12 +203,16 @@ def test_nodes_exchange_halves(world: Communicator) -> None:
         pytest.skip("needs two nodes")
     nodes = [min(rank, 1) for rank in range(world.size)]
     communicator = HierarchicalCommunicator(node_of_rank=nodes)
-    buffer = communicator.allocate(LENGTH, "float16")
-    buffer[:] = {1: 2048, 2: 1}.get(world.rank, 2)
-    communicator.allreduce(buffer)
+    buffer = np.empty(LENGTH, "float16")
+
+    def allreduce(mine: int) -> None:
+        communicator.allreduce_parts(
+            buffer, pack=lambda part, _: part.fill(mine), unpack=lambda part, _: None
+        )
+
+    allreduce({1: 2048, 2: 1}.get(world.rank, 2))
     np.testing.assert_array_equal(buffer, 2050)
-    buffer[:] = {1: 2048, 2: 1}.get(world.rank, 1 if world.size > 2 else 2)
-    communicator.allreduce(buffer)
+    allreduce({1: 2048, 2: 1}.get(world.rank, 1 if world.size > 2 else 2))
     # Of three: 1 + (2048 + 1) is 2050 in float32, and 2048 where 2049 was rounded.
     np.testing.assert_array_equal(buffer, 2050 if world.size == 2 else 2048)
     communicator.close()

@@ -4,6 +4,7 @@ from distkeras.communicators._agreement import agree as agree
 from distkeras.communicators._agreement import collectively as collectively
 from distkeras.communicators._base import Communicator as Communicator
 from distkeras.communicators._base import Op as Op
+from distkeras.communicators._base import Part as Part
 from distkeras.communicators._base import aligned_zeros as aligned_zeros
 from distkeras.communicators._device import configure_tensorflow as configure_tensorflow
 from distkeras.communicators._hierarchical import (

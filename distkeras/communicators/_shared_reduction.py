@@ -22,6 +22,7 @@ from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import Quiet
 from distkeras.communicators._arithmetic import copy_bytes
 from distkeras.communicators._base import Op
+from distkeras.communicators._base import Part
 from distkeras.communicators._rendezvous import REDUCED
 from distkeras.communicators._rendezvous import Label
 from distkeras.communicators._rendezvous import Rendezvous
@@ -29,6 +30,9 @@ from distkeras.communicators._rendezvous import Rendezvous
 _SMALL = 4096  # bytes, up to which an assignment is the fastest copy
 _PIECE = 1 << 17  # bytes that are combined at a time: all operands fit a core's cache
 _LINE = 64  # bytes, that no two ranks should write at once
+
+SLOTS = 3
+"""Chunks that each rank has in shared memory; they take turns, step by step."""
 
 
 class Node(NamedTuple):
@@ -60,21 +64,31 @@ class Reduction(abc.ABC):
     """A prepared allreduce."""
 
     @abc.abstractmethod
-    def run(self, buffer: np.ndarray) -> None:
-        """Combines `buffer` over all ranks, in place."""
+    def run(
+        self, buffer: np.ndarray, pack: Part | None = None, unpack: Part | None = None
+    ) -> None:
+        """Combines `buffer` over all ranks, in place.
+
+        Args:
+            buffer: which is combined.
+            pack: if given, writes what is combined, see `Communicator.allreduce_parts`.
+            unpack: if given, is called with what was combined.
+        """
 
 
 class _Slot(NamedTuple):
     """A chunk in shared memory.
 
     Attributes:
-        mine: this rank's bytes.
+        mine: this rank's elements.
+        bytes: the same as bytes.
         combine: combines this rank's slice of all ranks' bytes.
         result: that slice, combined.
         results: each rank's slice of the result, and where in the chunk it belongs.
     """
 
     mine: np.ndarray
+    bytes: np.ndarray
     combine: Callable[[], None]
     result: np.ndarray
     results: list[tuple[slice, np.ndarray]]
@@ -83,13 +97,13 @@ class _Slot(NamedTuple):
 class Direct(Reduction):
     """Every rank combines all elements by itself: one meeting, no copy back.
 
-    The fastest for two ranks, and for small buffers. A rank may write to one of the
-    two slots when all have begun the step after the one that used it before.
+    The fastest for two ranks, and for small buffers. What was packed in a step is read
+    by all before they reach the next one.
 
     Args:
         node: the ranks.
         label: of the call.
-        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        slots: bytes of each rank, by rank, of each slot.
         length: elements of the buffer.
         dtype: of the buffer, one that NumPy computes in.
         op: the operation.
@@ -114,11 +128,15 @@ class Direct(Reduction):
         self._only = self._pieces[0][1] if len(self._pieces) == 1 else None
         self._small = length * dtype.itemsize <= _SMALL
 
-    def run(self, buffer: np.ndarray) -> None:
+    def run(
+        self, buffer: np.ndarray, pack: Part | None = None, unpack: Part | None = None
+    ) -> None:
         """Combines `buffer` over all ranks, in place."""
         rendezvous = self._rendezvous
-        if self._only is not None:
-            mine, bytes_, first, second, others = self._only[rendezvous.step + 1 & 1]
+        if self._only is not None and pack is None:
+            mine, bytes_, first, second, others = self._only[
+                (rendezvous.step + 1) % SLOTS
+            ]
             if self._small:
                 mine[...] = buffer
             else:
@@ -128,18 +146,25 @@ class Direct(Reduction):
             for other in others:
                 self._quiet(self._ufunc, buffer, other, out=buffer)
             return
-        self._quiet(self._run_pieces, buffer)
+        self._quiet(self._run_pieces, buffer, pack, unpack)
 
-    def _run_pieces(self, buffer: np.ndarray) -> None:
+    def _run_pieces(
+        self, buffer: np.ndarray, pack: Part | None, unpack: Part | None
+    ) -> None:
         rendezvous, ufunc = self._rendezvous, self._ufunc
         for place, slots in self._pieces:
             part = buffer[place]
-            _, bytes_, first, second, others = slots[rendezvous.step + 1 & 1]
-            copy_bytes(part.view(np.uint8), bytes_)
+            mine, bytes_, first, second, others = slots[(rendezvous.step + 1) % SLOTS]
+            if pack is None:
+                copy_bytes(part.view(np.uint8), bytes_)
+            else:
+                pack(mine, place.start)
             rendezvous.meet_alike(self._label)
             ufunc(first, second, out=part)
             for other in others:
                 ufunc(part, other, out=part)
+            if unpack is not None:
+                unpack(part, place.start)
 
 
 _Operands = tuple[
@@ -160,15 +185,18 @@ def _operands(
 
 
 class Sliced(Reduction):
-    """Every rank combines its slice of each chunk for all: two meetings a chunk.
+    """Every rank combines its slice of each chunk for all.
 
     The fewest additions, for more than two ranks; and one rounding for all ranks,
-    for dtypes narrower than float32.
+    for dtypes narrower than float32. Between two meetings a rank reads the result of
+    one chunk, combines its slice of the next, and packs the one after that: a meeting
+    a chunk, and one in the end. What was packed in a step is combined before the next
+    one and read before the one after that; then its slot is written to again.
 
     Args:
         node: the ranks.
         label: of the call.
-        slots: bytes of each rank, by rank, of slot 0 and of slot 1.
+        slots: bytes of each rank, by rank, of each slot.
         length: elements of the buffer.
         dtype: of the buffer.
         op: the operation.
@@ -185,13 +213,12 @@ class Sliced(Reduction):
     ) -> None:
         self._node, self._label, self._op = node, label, op
         step = slots[0][0].size // dtype.itemsize
-        known: dict[int, tuple[_Slot, _Slot]] = {}
-        self._pieces: list[tuple[slice, tuple[_Slot, _Slot]]] = []
+        known: dict[int, tuple[_Slot, ...]] = {}
+        self._pieces: list[tuple[slice, tuple[_Slot, ...]]] = []
         for start in range(0, length, step):
             count = min(step, length - start)
             if count not in known:
-                first, second = (self._slot(s, count, dtype, op) for s in slots)
-                known[count] = (first, second)
+                known[count] = tuple(self._slot(s, count, dtype, op) for s in slots)
             self._pieces.append((slice(start, start + count), known[count]))
 
     def _slot(
@@ -201,71 +228,61 @@ class Sliced(Reduction):
         parts = [part[:size].view(dtype) for part in ranks]
         cuts = self._node.slices(length, dtype.itemsize)
         mine = cuts[self._node.rank]
-        combine = combiner([p[mine] for p in parts], self._node.rank, op, spread=False)
+        combine = combiner([p[mine] for p in parts], self._node.rank, op)
         places = [
             slice(s.start * dtype.itemsize, s.stop * dtype.itemsize) for s in cuts
         ]
         return _Slot(
+            parts[self._node.rank],
             ranks[self._node.rank][:size],
             combine,
             parts[self._node.rank][mine],
             [(place, part[place]) for place, part in zip(places, ranks, strict=True)],
         )
 
-    def run(self, buffer: np.ndarray) -> None:
+    def run(
+        self, buffer: np.ndarray, pack: Part | None = None, unpack: Part | None = None
+    ) -> None:
         """Combines `buffer` over all ranks, in place."""
-        self._node.quiet(self._run_pieces, buffer)
+        self._node.quiet(self._run_pieces, buffer, pack, unpack)
 
-    def _run_pieces(self, buffer: np.ndarray) -> None:
-        rendezvous = self._node.rendezvous
-        for place, slots in self._pieces:
-            part = buffer[place].view(np.uint8)
-            slot = slots[rendezvous.step + 1 & 1]
-            copy_bytes(part, slot.mine)
+    def _run_pieces(
+        self, buffer: np.ndarray, pack: Part | None, unpack: Part | None
+    ) -> None:
+        rendezvous, last = self._node.rendezvous, len(self._pieces) - 1
+        slot = self._pack(0, buffer, pack)
+        before: tuple[slice, _Slot] | None = None
+        for number, (place, _) in enumerate(self._pieces):
             step = rendezvous.meet_alike(self._label)
+            if before is not None:
+                _read(*before, buffer, unpack)
             slot.combine()
             if self._node.across is not None and slot.result.size:
                 self._node.across(slot.result, self._op)
-            rendezvous.meet(REDUCED, step)
-            for where, result in slot.results:
-                copy_bytes(result, part[where])
+            before = (place, slot)
+            if number < last:
+                slot = self._pack(number + 1, buffer, pack)
+        rendezvous.meet(REDUCED, step)
+        _read(place, slot, buffer, unpack)
+
+    def _pack(self, number: int, buffer: np.ndarray, pack: Part | None) -> _Slot:
+        """Writes a piece to shared memory; returns where."""
+        place, slots = self._pieces[number]
+        slot = slots[(self._node.rendezvous.step + 1) % SLOTS]
+        if pack is None:
+            copy_bytes(buffer[place].view(np.uint8), slot.bytes)
+        else:
+            pack(slot.mine, place.start)
+        return slot
 
 
-class InPlace(Reduction):
-    """Every rank combines its slice of buffers that lie in shared memory.
-
-    Nothing is copied in, and the result is written to all ranks' buffers. Each
-    rank's buffer is its own again when all have met.
-
-    Args:
-        node: the ranks.
-        label: of the call.
-        buffers: every rank's buffer, by rank.
-        op: the operation.
-    """
-
-    def __init__(
-        self, node: Node, label: Label, buffers: Sequence[np.ndarray], op: Op
-    ) -> None:
-        self._node, self._label, self._op = node, label, op
-        first = buffers[0]
-        mine = node.slices(first.size, first.dtype.itemsize)[node.rank]
-        parts = [buffer[mine] for buffer in buffers]
-        spread = node.across is None
-        self._combine = combiner(parts, node.rank, op, spread=spread)
-        self._result = parts[node.rank]
-        self._others = [p.view(np.uint8) for p in parts if p is not self._result]
-
-    def run(self, buffer: np.ndarray) -> None:
-        """Combines the buffers; `buffer` is this rank's."""
-        node = self._node
-        step = node.rendezvous.meet_alike(self._label)
-        node.quiet(self._combine)
-        if node.across is not None and self._result.size:
-            node.across(self._result, self._op)
-            for other in self._others:
-                copy_bytes(self._result.view(np.uint8), other)
-        node.rendezvous.meet(REDUCED, step)
+def _read(place: slice, slot: _Slot, buffer: np.ndarray, unpack: Part | None) -> None:
+    """Reads a piece, once all ranks have combined their slices."""
+    part = buffer[place].view(np.uint8)
+    for where, result in slot.results:
+        copy_bytes(result, part[where])
+    if unpack is not None:
+        unpack(buffer[place], place.start)
 
 
 def slices(length: int, ranks: int, itemsize: int) -> list[slice]:
@@ -281,9 +298,7 @@ def slices(length: int, ranks: int, itemsize: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def combiner(
-    parts: Sequence[np.ndarray], rank: int, op: Op, *, spread: bool
-) -> Callable[[], None]:
+def combiner(parts: Sequence[np.ndarray], rank: int, op: Op) -> Callable[[], None]:
     """Returns a function that combines arrays of all ranks, in cache-sized pieces.
 
     Args:
@@ -291,7 +306,6 @@ def combiner(
             in float32 and rounded once.
         rank: whose array takes the result.
         op: the operation.
-        spread: whether all others take it too.
     """
     ufunc, first = UFUNCS[op], parts[0]
     narrow = first.dtype.itemsize < 4 and first.dtype.kind in "fV"
@@ -327,12 +341,6 @@ def combiner(
 
     def combine() -> None:
         for piece in pieces:
-            into = piece[rank]
-            combine_piece(piece, into)
-            if spread:
-                result = into.view(np.uint8)
-                for part in piece:
-                    if part is not into:
-                        copy_bytes(result, part.view(np.uint8))
+            combine_piece(piece, piece[rank])
 
     return combine

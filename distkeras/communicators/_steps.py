@@ -34,38 +34,35 @@ class _Step(NamedTuple):
 
     op: str
     dtype: str
-    place: int
     length: int
 
 
-def make_label(buffer: np.ndarray, op: Op, place: int = 0) -> Label:
+def make_label(buffer: np.ndarray, op: Op) -> Label:
     """Returns the label of an allreduce.
 
     Args:
         buffer: of one of `DTYPES`.
         op: the operation.
-        place: of the buffer among those in shared memory, from 1; 0 for others.
 
     Example:
         >>> describe(make_label(np.ones(3), "max"))
         'allreduce (max) of 3 float64'
     """
     dtype = DTYPES.index(buffer.dtype.name)
-    return ((buffer.size << 12 | place) << 8 | dtype) << 4 | 1 + OPS.index(op)
+    return (buffer.size << 8 | dtype) << 4 | 1 + OPS.index(op)
 
 
 def _take_apart(label: Label) -> _Step:
     dtype = DTYPES[label >> 4 & 255]
-    return _Step(OPS[(label & 15) - 1], dtype, label >> 12 & 4095, label >> 24)
+    return _Step(OPS[(label & 15) - 1], dtype, label >> 12)
 
 
 def describe(label: Label) -> str:
     """Returns a label in words."""
     if label == BARRIER:
         return "barrier"
-    op, dtype, place, length = _take_apart(label)
-    where = f", number {place} of those from `allocate`" if place else ""
-    return f"allreduce ({op}) of {length} {dtype}{where}"
+    op, dtype, length = _take_apart(label)
+    return f"allreduce ({op}) of {length} {dtype}"
 
 
 class Steps(Calls):
@@ -111,6 +108,6 @@ class Steps(Calls):
         """Returns the verb, the bytes, and the operation."""
         if label == BARRIER:
             return "barrier", 0, None
-        op, dtype, _, length = _take_apart(label)
+        op, dtype, length = _take_apart(label)
         itemsize = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
         return "allreduce", length * itemsize, op

@@ -30,8 +30,8 @@ from distkeras.communicators._base import Communicator
 from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._hierarchical import HierarchicalCommunicator
 from distkeras.communicators._mpi import MPICommunicator
-from distkeras.communicators._mpi import begin_world
-from distkeras.communicators._mpi import load_mpi
+from distkeras.communicators._mpi_library import begin_world
+from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator

@@ -25,6 +25,7 @@ from distkeras.gradients._bucket_size import FIRST_BUCKET_BYTES
 from distkeras.gradients._bucket_size import BucketSize
 from distkeras.gradients._bucket_size import choose_bucket_bytes
 from distkeras.gradients._clock import StepClock
+from distkeras.gradients._packing import pack_part
 from distkeras.gradients._plan import HEADER
 from distkeras.gradients._plan import Bucket
 from distkeras.gradients._plan import Gradient
@@ -232,19 +233,8 @@ class GradientExchange:
         wire = self._wire_of(bucket)
         if wire is not None:
             self._reduce_coded(wire, plan, number, buffer, examples, arrays)
-        elif bucket.reduction == "max":
-            self._header(bucket, buffer)[:] = 0
-            self._pack_max(bucket, buffer, examples, arrays)
-            self._allreduce(buffer, "max")
         else:
-            header = self._header(bucket, buffer)
-            header[:] = 0
-            header[_EXAMPLES] = examples
-            header[_STOP] = self._stop_requested
-            self._pack_mean(bucket, buffer, examples, arrays)
-            self._allreduce(buffer, "sum")
-            self._read(float(header[_EXAMPLES]), bool(header[_STOP]))
-            self._divide(buffer[header.size :])
+            self._reduce_plain(bucket, buffer, examples, arrays)
         if number == len(plan.buckets) - 1 and not plan.sparse:
             self._finish()
         results = [
@@ -255,6 +245,49 @@ class GradientExchange:
         ]
         self.clock.lap("unpack")
         return results
+
+    def _reduce_plain(
+        self,
+        bucket: Bucket,
+        buffer: np.ndarray,
+        examples: float,
+        arrays: Sequence[np.ndarray],
+    ) -> None:
+        """Packs, combines and divides part by part, while a part is in the cache."""
+        first = HEADER // bucket.dtype.itemsize
+        mean = bucket.reduction == "mean"
+        op: Op = "sum" if mean else "max"
+
+        def pack(part: np.ndarray, start: int) -> None:
+            self.clock.lap("exchange")
+            if start == 0:
+                part[:first] = 0
+                if mean:
+                    part[_EXAMPLES] = examples
+                    part[_STOP] = self._stop_requested
+            pack_part(bucket, arrays, examples, part, start)
+            self.clock.lap("pack")
+
+        def unpack(part: np.ndarray, start: int) -> None:
+            self.clock.lap("exchange")
+            if not mean:
+                return
+            if start == 0:
+                self._read(float(part[_EXAMPLES]), bool(part[_STOP]))
+                part = part[first:]
+            self._divide(part)
+            self.clock.lap("unpack")
+
+        if self.clock.traced:  # packing, waiting and the exchange told apart
+            pack(buffer, 0)
+            self._packed()
+            self.communicator.allreduce(buffer, op)
+            unpack(buffer, 0)
+        else:
+            self.communicator.allreduce_parts(buffer, op, pack=pack, unpack=unpack)
+        self.counters.collectives += 1
+        self.counters.bytes += buffer.nbytes
+        self.clock.lap("exchange")
 
     def _wire_of(self, bucket: Bucket) -> Wire | None:
         return self.wire if self.wire is not None and self.wire.takes(bucket) else None
@@ -276,7 +309,7 @@ class GradientExchange:
         if not self.examples:  # nobody applies anything: nothing is sent
             body[:] = 0
             return
-        self._pack_mean(bucket, buffer, examples / self.examples, arrays)
+        pack_part(bucket, arrays, examples / self.examples, buffer, 0)
         self._packed()
         key = (id(plan), number)
         if self._residuals and key not in wire.errors:
@@ -285,10 +318,6 @@ class GradientExchange:
         self.counters.bytes += wire.allreduce(self.communicator, key, body)
         self.counters.collectives += 1
         self.clock.lap("exchange")
-
-    @staticmethod
-    def _header(bucket: Bucket, buffer: np.ndarray) -> np.ndarray:
-        return buffer[: HEADER // bucket.dtype.itemsize]
 
     def _packed(self) -> None:
         """Notes that a message is ready, and when those of all ranks are."""
@@ -465,39 +494,7 @@ class GradientExchange:
         key = (id(plan), number)
         if key not in self._buffers:
             bucket = plan.buckets[number]
-            # What travels of a coded bucket is the codec's own buffer.
-            coded = self._wire_of(bucket) is not None
-            allocate = aligned_zeros if coded else self.communicator.allocate
-            buffer = allocate(bucket.length, bucket.dtype)
+            buffer = aligned_zeros(bucket.length, bucket.dtype)
             # With the plan, whose identity must not be given to another.
             self._buffers[key] = (plan, buffer)
         return self._buffers[key][1]
-
-    @staticmethod
-    def _pack_mean(
-        bucket: Bucket,
-        buffer: np.ndarray,
-        examples: float,
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        if examples == 0:
-            # Not by multiplication: the arrays of an empty batch may hold NaN.
-            buffer[HEADER // bucket.dtype.itemsize :] = 0
-            return
-        weight = bucket.dtype.type(examples)
-        for place, array in zip(bucket.placements, arrays, strict=True):
-            out = buffer[place.offset : place.offset + place.length]
-            np.multiply(array.reshape(-1), weight, out=out, dtype=bucket.dtype)
-
-    @staticmethod
-    def _pack_max(
-        bucket: Bucket,
-        buffer: np.ndarray,
-        examples: float,
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        if examples == 0:
-            buffer[:] = -np.inf
-            return
-        for place, array in zip(bucket.placements, arrays, strict=True):
-            buffer[place.offset : place.offset + place.length] = array.reshape(-1)

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from distkeras.communicators import Communicator
+from distkeras.communicators import aligned_zeros
 from distkeras.gradients._plan import Bucket
 
 Compression = Literal["float16", "bfloat16"]
@@ -133,20 +134,28 @@ class HalfPrecision(Wire):
         """Sums `buffer` over ranks, rounded to sixteen bits; collective."""
         scale = self.multiplier(communicator.size)
         if key not in self._narrow:
-            self._narrow[key] = communicator.allocate(buffer.size, self._dtype)
+            self._narrow[key] = aligned_zeros(buffer.size, self._dtype)
         if self.error_feedback and key not in self.errors:
             self.errors[key] = np.zeros_like(buffer)
         narrow = self._narrow[key]
-        buffer *= scale  # exact, as long as nothing overflows
-        if self.error_feedback:
-            buffer += self.errors[key]
-        with np.errstate(over="ignore"):  # beyond the type's range: infinity
-            narrow[...] = buffer
-        if self.error_feedback:
-            self._keep(self.errors[key], buffer, narrow)
-        communicator.allreduce(narrow, "sum")
-        buffer[...] = narrow
-        buffer *= 1 / scale
+
+        def pack(part: np.ndarray, start: int) -> None:
+            exact = buffer[start : start + part.size]
+            exact *= scale  # exact, as long as nothing overflows
+            if self.error_feedback:
+                errors = self.errors[key][start : start + part.size]
+                exact += errors
+            with np.errstate(over="ignore"):  # beyond the type's range: infinity
+                part[...] = exact
+            if self.error_feedback:
+                self._keep(errors, exact, part)
+
+        def unpack(part: np.ndarray, start: int) -> None:
+            result = buffer[start : start + part.size]
+            result[...] = part
+            result *= 1 / scale
+
+        communicator.allreduce_parts(narrow, "sum", pack=pack, unpack=unpack)
         return narrow.nbytes
 
     @staticmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -30,9 +31,10 @@ from distkeras.launch._mpiexec import LaunchError
 _EPILOG = """\
 measured are, for each size:
   MPI                 the library's own Allreduce, in place
-  NAME                the communicator's allreduce, in place on an ordinary array
-  NAME, allocated     the same on an array from its `allocate`, as gradients use
-  ..., in and out     the bytes copied to that array before and from it afterwards
+  MPI, in and out     the same, the bytes copied to its buffer before and from it after
+  MPI, two buffers    the library's own Allreduce, from one buffer to another
+  NAME                the communicator's allreduce, in place
+  NAME, in and out    its allreduce_parts, as gradients use, from one buffer to another
   memcpy              the bytes copied twice, without any exchange
 """
 
@@ -41,6 +43,7 @@ _KINDS = {
     "shared_memory": "SharedMemoryCommunicator",
     "hierarchical": "HierarchicalCommunicator",
 }
+_BOTH = ("in and out", "two buffers")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SECONDS = 2e-3  # at least, between two looks at the clock
 _MOST_REPEATS = 400
@@ -202,45 +205,53 @@ def _contenders(
 ) -> dict[str, Callable[[], None]]:
     """Returns what is measured at one size, by name; collective."""
     length = max(1, size // dtype.itemsize)
+    from distkeras.communicators import aligned_zeros
+
     # Aligned as a framework's arrays are. Zeros: sums that stay what they are.
-    source, target, buffer = (host.allocate(length, dtype) for _ in range(3))
+    source, target, buffer = (aligned_zeros(length, dtype) for _ in range(3))
     for array in (source, target, buffer):
         array[:] = 0  # the system gives memory when it is written to
     from mpi4py import MPI
-
-    def mpi() -> None:
-        host.mpi_comm.Allreduce(MPI.IN_PLACE, buffer)
 
     def memcpy() -> None:
         np.copyto(buffer, source)
         np.copyto(target, buffer)
 
-    def around(array: np.ndarray, allreduce: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            np.copyto(array, source)
-            allreduce()
-            np.copyto(target, array)
+    def mpi() -> None:
+        host.mpi_comm.Allreduce(MPI.IN_PLACE, buffer)
 
-        return run
+    def mpi_in_and_out() -> None:
+        np.copyto(buffer, source)
+        host.mpi_comm.Allreduce(MPI.IN_PLACE, buffer)
+        np.copyto(target, buffer)
 
-    found = {"memcpy": memcpy, "MPI": mpi, "MPI, in and out": around(buffer, mpi)}
+    def mpi_two_buffers() -> None:
+        host.mpi_comm.Allreduce(source, target)
+
+    found = {
+        "memcpy": memcpy,
+        "MPI": mpi,
+        "MPI, in and out": mpi_in_and_out,
+        "MPI, two buffers": mpi_two_buffers,
+    }
     for name, communicator in made.items():
-        found[name] = _bound(communicator, buffer)
-        own = communicator.allocate(length, dtype)
-        run = _bound(communicator, own)
-        if name != "mpi":
-            found[f"{name}, allocated"] = run
-        found[f"{name}, in and out"] = around(own, run)
+        found[name] = functools.partial(communicator.allreduce, buffer)
+        found[f"{name}, in and out"] = functools.partial(
+            communicator.allreduce_parts,
+            target,
+            pack=functools.partial(_copy_part, source),
+            unpack=_leave,
+        )
     return found
 
 
-def _bound(communicator: Any, buffer: np.ndarray) -> Callable[[], None]:
-    allreduce = communicator.allreduce
+def _copy_part(source: np.ndarray, part: np.ndarray, start: int) -> None:
+    """Packs what is already an array."""
+    np.copyto(part, source[start : start + part.size])
 
-    def run() -> None:
-        allreduce(buffer)
 
-    return run
+def _leave(part: np.ndarray, start: int) -> None:
+    """The result is wanted where it is."""
 
 
 def _race(
@@ -288,7 +299,7 @@ def _report(
         print(_words(size))
         group = {r.name: r for r in results if r.size == size}
         for name, result in group.items():
-            like = "MPI, in and out" if name.endswith("in and out") else "MPI"
+            like = "MPI, in and out" if name.endswith(_BOTH) else "MPI"
             print(
                 f"  {name:<28}{1e6 * result.median:>9.1f} µs"
                 f"{size / result.median / 1e9:>9.2f} GB/s"
