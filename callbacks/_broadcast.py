@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from distkeras import _accumulated
+from distkeras import backends
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import world
@@ -51,10 +53,20 @@ class BroadcastVariables(keras.callbacks.Callback):
         if communicator.size == 1:
             return
         model = self.model
+        optimizers = [] if model.optimizer is None else [model.optimizer]
+        if backends.is_supported():
+            optimizers = backends.current().find_optimizers(model)
         variables = [*model.variables]
-        if model.optimizer is not None:
-            variables += model.optimizer.variables
-        broadcast_variables(variables, root=self.root, communicator=communicator)
+        for optimizer in optimizers:
+            variables += optimizer.variables
+        # Between updates each rank holds what it alone has added up.
+        parts = {id(part.variable) for part in _accumulated.parts(optimizers)}
+        broadcast_variables(
+            [variable for variable in variables if id(variable) not in parts],
+            root=self.root,
+            communicator=communicator,
+        )
+        _accumulated.part(optimizers, communicator)
 
 
 def broadcast_variables(

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from distkeras import _accumulated
 from distkeras import _callback_states
 from distkeras import _state
 from distkeras import backends
@@ -30,7 +31,6 @@ from distkeras._position import Position
 from distkeras._resumption import Resized
 from distkeras._resumption import Resumption
 from distkeras._training_run import TrainingRun
-from distkeras.backends import inner_optimizers
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
 
@@ -147,7 +147,9 @@ class Commits:
         self._snapshot.restore()
         if commit.metrics is not None:
             put_states_back(model, commit.metrics, communicator.rank)
-        _share_out(model, commit.size / communicator.size)
+        # As fewer ranks have to add up to it.
+        optimizers = backends.current().find_optimizers(model)
+        _accumulated.scale(optimizers, commit.size / communicator.size)
         self._went_back_to = commit.position.epoch
         if communicator.rank == 0 and not self.first:
             self._states = {**self._states, **commit.writers}
@@ -221,7 +223,7 @@ class Committing(keras.callbacks.Callback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Commits, but between updates that add up gradients of several steps."""
-        if not _accumulates(self.model):
+        if not _accumulated.pending(backends.current().find_optimizers(self.model)):
             self._commit(written=False)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -238,8 +240,9 @@ class Committing(keras.callbacks.Callback):
         writers = {} if before is None else before.writers
         logs = {} if before is None else before.logs
         if written:
-            if _accumulates(self.model):
-                _average_accumulators(self.model, communicator)
+            optimizers = backends.current().find_optimizers(self.model)
+            if _accumulated.pending(optimizers):  # so that none holds what others miss
+                _accumulated.spread(optimizers, communicator)
             mine = None
             if communicator.rank == 0:
                 mine = (_writers(run.users), _lengths(run.users))
@@ -275,45 +278,3 @@ def _lengths(users: Sequence[keras.callbacks.Callback]) -> dict[str, int]:
     """Returns the lengths of files to which a line an epoch is added."""
     names = [c.filename for c in users if isinstance(c, keras.callbacks.CSVLogger)]
     return {name: os.path.getsize(name) for name in names if os.path.exists(name)}
-
-
-def _accumulating(model: keras.Model) -> list[Any]:
-    """Returns the optimizers that add up gradients of several steps."""
-    return [
-        part
-        for optimizer in backends.current().find_optimizers(model)
-        for part in inner_optimizers(optimizer)
-        if part.gradient_accumulation_steps
-    ]
-
-
-def _accumulates(model: keras.Model) -> bool:
-    """Whether gradients have been added up that no update has used yet."""
-    return any(
-        int(part._iterations) % part.gradient_accumulation_steps
-        for part in _accumulating(model)
-    )
-
-
-def _average_accumulators(model: keras.Model, communicator: Communicator) -> None:
-    """Gives all ranks alike what each has added up: the sum stays; collective."""
-    for part in _accumulating(model):
-        for variable in part._accumulated_gradients:
-            value = np.array(keras.ops.convert_to_numpy(variable.value))
-            largest = getattr(variable, "overwrite_with_gradient", False)
-            flat = value.astype("float64").reshape(-1)
-            communicator.allreduce(flat, "max" if largest else "sum")
-            flat /= 1 if largest else communicator.size
-            variable.assign(
-                keras.ops.cast(flat.reshape(variable.shape), variable.dtype)
-            )
-
-
-def _share_out(model: keras.Model, factor: float) -> None:
-    """Multiplies what ranks have added up, as fewer of them have to add up to it."""
-    if factor == 1:
-        return
-    for part in _accumulating(model):
-        for variable in part._accumulated_gradients:
-            if not getattr(variable, "overwrite_with_gradient", False):
-                variable.assign(variable * factor)

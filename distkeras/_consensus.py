@@ -18,6 +18,8 @@ from typing import TypeVar
 import keras
 import numpy as np
 
+from distkeras._accumulated import WholeGradients
+from distkeras._accumulated import part
 from distkeras._learning_rate import has_settable_rate
 from distkeras._learning_rate import set_target_rate
 from distkeras._learning_rate import target_rates
@@ -108,15 +110,18 @@ def arrange_callbacks(
 ) -> list[keras.callbacks.Callback]:
     """Returns this rank's callbacks with those that keep the ranks alike.
 
-    In order: `AverageStatistics`, the user's (`BackupAndRestore` followed on all
-    ranks by `RestoreEverywhere`), `Consensus`.
+    In order: `AverageStatistics`, `WholeGradients`, the user's (`BackupAndRestore`
+    followed on all ranks by `RestoreEverywhere`), `Consensus`.
 
     Args:
         callbacks: as `fit` takes them, the same on every rank.
         communicator: the ranks.
         exchange_flags: the gradient exchange.
     """
-    arranged: list[keras.callbacks.Callback] = [AverageStatistics(communicator)]
+    arranged: list[keras.callbacks.Callback] = [
+        AverageStatistics(communicator),
+        WholeGradients(communicator),
+    ]
     for callback in filter_callbacks(callbacks, 0):
         arranged += filter_callbacks([callback], communicator.rank)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -301,6 +306,8 @@ class RestoreEverywhere(keras.callbacks.Callback):
         variables = _shared_variables(model)
         variables += [] if optimizer is None else optimizer.variables
         _broadcast(variables, self._communicator)
+        if optimizer is not None:  # the file holds them whole
+            part([optimizer], self._communicator)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Clears the epoch that `fit` began with."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from distkeras._accumulated import part
 from distkeras._optimizer import DistributedOptimizer
 from distkeras.communicators import Communicator
 from distkeras.communicators import collectively
@@ -63,4 +64,5 @@ def load_model(
     model = collectively(group, load)
     if model.optimizer is not None:
         DistributedOptimizer(model.optimizer, communicator=group)
+        part([model.optimizer], group)
     return model

@@ -86,6 +86,7 @@ class Session:
         self._check_replicas = check_replicas
         self._timeline = timeline
         self.functions: Functions | None = None
+        self._test: tuple[Any, Any] | None = None
 
     @property
     def options(self) -> list[str]:
@@ -98,7 +99,7 @@ class Session:
     def move(self, communicator: Communicator) -> None:
         """Goes on with other ranks. What belongs to the earlier ones is left behind."""
         self.communicator = communicator
-        self.functions = None
+        self.functions = self._test = None
 
     def build(self, data: Any) -> None:
         """Creates all variables of the model, its metrics and its optimizer.
@@ -137,10 +138,9 @@ class Session:
         normed = bool(boards_among(callbacks)) or (before and before.norm) is not None
         normed = self.communicator.broadcast_object(normed)
         state = _state(model, uneven=data.may_be_empty, normed=normed)
-        if self.functions is not None:
-            if self.functions.state == state:
-                return
-            self.functions.exchange.close()
+        if self.functions is not None and self.functions.state == state:
+            return
+        self.close()
         wire = make_wire(self._compression, error_feedback=self._error_feedback)
         exchange = GradientExchange(
             self.communicator, bucket_bytes=self._bucket_bytes, wire=wire
@@ -150,7 +150,7 @@ class Session:
         self.functions = Functions(
             exchange=exchange,
             train=backend.train_function(model, graph, uneven=data.may_be_empty),
-            test=backend.test_function(model),
+            test=self._test_function(),
             state=state,
             norm=graph.norm,
         )
@@ -254,15 +254,16 @@ class Session:
         finally:
             object.__delattr__(model, "evaluate")
 
-    def equalise(self, data: Any) -> None:
+    def equalise(self, data: Any, *, predicts: bool = False) -> None:
         """Gives all ranks rank 0's weights, where they do not hold the same.
 
         As `fit` does: an unseeded script has another model on every rank.
 
         Args:
             data: the sharded data, from which an unbuilt model is built.
+            predicts: whether the data has no targets.
         """
-        backends.current().build(self.model, data)
+        backends.current().build(self.model, data, predicts=predicts)
         weights = weight_digests(self.model.variables)
         if len(set(map(tuple, self.communicator.allgather_object(weights)))) > 1:
             broadcast_variables(self.model.variables, communicator=self.communicator)
@@ -270,10 +271,16 @@ class Session:
     @contextlib.contextmanager
     def evaluating(self, data: Any) -> Iterator[None]:
         """While inside, `model.evaluate` gives the results of all ranks' data."""
-        backend = backends.current()
         self.equalise(data)
-        with self._setting(test_function=backend.test_function(self.model)):
+        with self._setting(test_function=self._test_function()):
             yield
+
+    def _test_function(self) -> Any:
+        """Returns the test function, which is traced once as long as it is right."""
+        state = _compilation(self.model)
+        if self._test is None or self._test[0] != state:
+            self._test = state, backends.current().test_function(self.model)
+        return self._test[1]
 
     @contextlib.contextmanager
     def _setting(self, **functions: Any) -> Iterator[None]:
@@ -294,12 +301,20 @@ def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
     return (
         [(id(optimizer), warms_up(optimizer)) for optimizer in optimizers],
         model.optimizer,
+        _compilation(model),
+        [id(variable) for variable in model.trainable_variables],
+        [id(layer) for layer in backends.synchronized_layers(model)],
+        more,
+    )
+
+
+def _compilation(model: keras.Model) -> tuple[Any, ...]:
+    """Returns what is another after `compile`, or after a setting was changed."""
+    return (
+        model._loss_tracker,
         model._compile_loss,
         model._compile_metrics,
         model.jit_compile,
         model.run_eagerly,
         model.steps_per_execution,
-        [id(variable) for variable in model.trainable_variables],
-        [id(layer) for layer in backends.synchronized_layers(model)],
-        more,
     )

@@ -24,6 +24,7 @@ import keras
 import numpy as np
 from keras.src.backend.common import global_state
 
+from distkeras import _accumulated
 from distkeras import backends
 from distkeras._errors import MismatchError
 from distkeras._learning_rate import rates
@@ -31,7 +32,6 @@ from distkeras._learning_rate import restore_rates
 from distkeras._metrics import _entries
 from distkeras._scaled_rate import holding_base_rates
 from distkeras._statistics import moving_statistics
-from distkeras.backends import inner_optimizers
 from distkeras.callbacks._broadcast import _fold_in
 from distkeras.callbacks._broadcast import _is_seed_state
 from distkeras.communicators import Communicator
@@ -140,15 +140,17 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
     variables = state_variables(model, optimizers)
     _check(variables, state.arrays)
     averaged = {id(v) for v in moving_statistics(model)}
-    accumulators = _accumulators(optimizers)
+    parts = {id(part.variable): part for part in _accumulated.parts(optimizers)}
     with _base_rates(optimizers):
         for name, variable in variables.items():
             value = state.arrays[name]
             own = _of_ranks(state.arrays, name, size)
             if own and size == communicator.size:
                 value = own[communicator.rank]
-            elif id(variable) in accumulators and size != communicator.size:
-                value = _shared_out(variable, own or [value], communicator.size)
+            elif id(variable) in parts and size != communicator.size:
+                largest = parts[id(variable)].largest
+                held = own or [value] * size
+                value = _shared_out(held, communicator.size, largest=largest)
             elif own and id(variable) in averaged:
                 value = np.mean(own, axis=0, dtype="float64")
             elif own and communicator.rank < size:
@@ -227,27 +229,15 @@ def _may_differ(
     """Returns what a rank may have of its own, by its id."""
     return {id(v) for v in model.variables} - {
         id(v) for v in model.trainable_variables
-    } | _accumulators(optimizers)
+    } | {id(part.variable) for part in _accumulated.parts(optimizers)}
 
 
-def _accumulators(optimizers: Sequence[keras.optimizers.Optimizer]) -> set[int]:
-    """Returns the sums of gradients between updates, by their ids."""
-    return {
-        id(variable)
-        for optimizer in optimizers
-        for part in inner_optimizers(optimizer)
-        if part.gradient_accumulation_steps
-        for variable in part._accumulated_gradients
-    }
-
-
-def _shared_out(variable: Any, own: list[np.ndarray], size: int) -> np.ndarray:
+def _shared_out(own: list[np.ndarray], size: int, *, largest: bool) -> np.ndarray:
     """Returns what each of `size` ranks accumulates, of what some ranks had.
 
-    Ranks accumulate shares, which add up to the gradient; of scales that overwrite
-    their variable (float8) the largest.
+    Ranks accumulate parts, which add up to the gradient, or else the largest counts.
     """
-    if getattr(variable, "overwrite_with_gradient", False):
+    if largest:
         return np.max(own, axis=0)
     return np.sum(own, axis=0, dtype="float64") / size
 

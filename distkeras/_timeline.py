@@ -44,7 +44,13 @@ class Timeline(keras.callbacks.Callback):
         self._clock = clock
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to keep events."""
+        """Begins to keep events, if there is a folder to write to; collective."""
+
+        def making_the_folder_of_the_timeline() -> None:
+            if self._communicator.rank == 0:  # or it is missed when training is over
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+
+        collectively(self._communicator, making_the_folder_of_the_timeline)
         self._clock.events.clear()
         self._clock.traced = True
 

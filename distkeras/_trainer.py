@@ -343,7 +343,7 @@ class Trainer:
                 callbacks=callbacks,
             )
         data = self._deal((x,), "predict", callbacks, batch_size, steps, shard)
-        self._session.equalise(data)
+        self._session.equalise(data, predicts=True)
         local = self.model.predict(
             data,
             verbose=self._verbose(verbose),

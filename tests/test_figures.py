@@ -79,7 +79,7 @@ def test_what_training_took(
     x, y = samples(24 * world.size)
     model = build(lambda: sgd(**optimizer), jit_compile=False, **options)
     board = keras.callbacks.TensorBoard(tmp_path_shared / "board")
-    run = trainer(model, timeline=tmp_path_shared / "trace.json")
+    run = trainer(model, timeline=tmp_path_shared / "new" / "trace.json")
     logger = logging.getLogger("distkeras")
     propagates, logger.propagate = logger.propagate, True
     with caplog.at_level(logging.INFO, logger="distkeras"):
@@ -101,7 +101,9 @@ def test_what_training_took(
     assert run.exchange.clock.steps == 12
     if world.rank != 0:
         return
-    trace = json.loads((tmp_path_shared / "trace.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path_shared / "new" / "trace.json").read_text())[
+        "traceEvents"
+    ]
     assert {event["pid"] for event in trace} == set(range(world.size))
     for rank in range(world.size):
         slices = [e for e in trace if e["pid"] == rank and e["ph"] == "X"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -138,6 +140,64 @@ def test_loss_that_the_step_returns_and_no_metric_keeps(world: Communicator) -> 
     assert history.history["loss"] == pytest.approx([before], rel=1e-5)
 
 
+def _members(*rhythms: int | None) -> keras.optimizers.Optimizer:
+    first, second = (
+        keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps)
+        for steps in rhythms
+    )
+    mapping = keras.optimizers.OptimizerMap(first, {".*bias": second})
+    return keras.optimizers.MultiOptimizer(mapping)
+
+
+ACCUMULATING = {
+    "adam": lambda: keras.optimizers.Adam(0.003, gradient_accumulation_steps=3),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), initial_scale=8.0
+    ),
+    "members": lambda: _members(3, 3),
+    "own rhythms": lambda: _members(3, None),
+}
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends `fit` by an error, or not."""
+
+    def __init__(self, error: bool) -> None:
+        super().__init__()
+        self._error = error
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._error:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [*((kind, False) for kind in ACCUMULATING), ("adam", True)]
+)
+def test_gradients_that_a_fit_leaves_to_the_next(
+    world: Communicator, tmp_path_shared: Path, kind: str, error: bool
+) -> None:
+    """Rank 0's, added up for the next update, took the place of the others'."""
+    x, y = samples(4 * world.size * 5)
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    single, model = build(ACCUMULATING[kind]), build(ACCUMULATING[kind])
+    run = trainer(model)
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    with contextlib.suppress(InterruptedError):
+        run.fit(x, y, batch_size=4, callbacks=[Stop(error)], **options)
+    path = tmp_path_shared / "model.keras"
+    run.save(path)
+    held = [v.numpy() for v in single.optimizer.variables if "accumulator" in v.path]
+    loaded = keras.models.load_model(path)
+    again = [v for v in loaded.optimizer.variables if "accumulator" in v.path]
+    for a, b in zip(again, held, strict=True):
+        np.testing.assert_allclose(a.numpy(), b, rtol=1e-5, atol=1e-6)
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    for each in (model, loaded):
+        trainer(each).fit(x, y, batch_size=4, **options)
+        assert_equal_weights(each, single)
+
+
 class Tenth(keras.optimizers.SGD):
     """A user's optimizer that changes gradients where Keras' step hands them over."""
 
@@ -154,6 +214,52 @@ def test_optimizer_that_overrides_apply_gradients(world: Communicator) -> None:
     single.fit(x, y, batch_size=4 * world.size, **options)
     trainer(model).fit(x, y, batch_size=4, **options)
     assert_equal_weights(model, single)
+
+
+@pytest.mark.parametrize("loss", [None, "mse"])
+def test_compiled_again_with_the_same_optimizer(
+    world: Communicator, loss: str | None
+) -> None:
+    """Without a loss by name the log was that of a tracker which nothing updated."""
+    x, _ = samples(8 * world.size)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(2, activity_regularizer="l2")]
+    )
+    optimizer = keras.optimizers.SGD(0.0)
+    model.compile(optimizer, loss)
+    run = trainer(model)
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    first = run.fit(x, x[:, :2], batch_size=8, **options)
+    run.compile(optimizer, loss)
+    again = run.fit(x, x[:, :2], batch_size=8, **options)
+    assert first.history["loss"][0] > 0
+    assert again.history == first.history
+
+
+class TestStep(keras.Model):
+    """Counts how often its test step is traced."""
+
+    __test__ = False
+    traced = 0
+
+    def test_step(self, data: Any) -> Any:
+        self.traced += 1
+        return super().test_step(data)
+
+
+def test_evaluating_again_traces_nothing(world: Communicator) -> None:
+    """Every call made a function anew, for seconds where models are large."""
+    x, _ = samples(8 * world.size)
+    inputs = keras.Input((FEATURES,))
+    model = TestStep(inputs, keras.layers.Dense(2)(inputs))
+    model.compile("sgd", "mse")
+    run = trainer(model)
+    run.evaluate(x, x[:, :2], batch_size=4, verbose=0)
+    traced = model.traced
+    for _ in range(2):
+        run.evaluate(x, x[:, :2], batch_size=4, verbose=0)
+    assert traced > 0 and model.traced == traced
 
 
 class Count(keras.metrics.Metric):
@@ -189,6 +295,20 @@ def test_callback_that_evaluates_the_model_itself(world: Communicator) -> None:
     model = build(_sgd, metrics=[Count()])
     trainer(model).fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
     assert callback.results["count"] == 24
+
+
+def test_predict_before_fit_of_a_model_with_metrics(world: Communicator) -> None:
+    """Metrics were to be built of targets that there are none of."""
+    x, y = samples(6 * world.size)
+    model, single = build(_sgd), build(_sgd)
+    run = trainer(model)
+    result = run.predict(x, batch_size=4, verbose=0)
+    expected = single.predict(x, verbose=0)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    history = run.fit(x, y, batch_size=4, **options)
+    expected = single.fit(x, y, batch_size=4 * world.size, **options)
+    assert_equal_history(history, expected)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same", "another"])

@@ -56,7 +56,7 @@ class Backend(Protocol):
     def overrides_train_step(self, model: keras.Model) -> bool:
         """Returns whether the model brings its own `train_step`."""
 
-    def build(self, model: keras.Model, data: Any) -> None:
+    def build(self, model: keras.Model, data: Any, *, predicts: bool = False) -> None:
         """Creates all variables of the model, its metrics and its optimizer."""
 
     def find_optimizers(self, model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -12,29 +12,30 @@ import keras
 import tensorflow as tf
 
 
-def build(model: keras.Model, data: Any) -> None:
+def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:
     """Creates all variables of the model, its metrics and its optimizer.
 
     Args:
         model: compiled, or for prediction only.
         data: a Keras data adapter, whose dataset tells shapes and dtypes; it is read
             only where a model cannot be built from them.
+        predicts: whether the data has no targets: then those of the layers alone.
     """
     dataset = data.get_tf_dataset()
     try:
         batch = keras.tree.map_structure(_symbolic, dataset.element_spec)
-        _symbolic_build(model, batch)
+        _symbolic_build(model, batch, predicts)
     except Exception:
         # A model that looks at values, or data of a kind that has no symbol.
         for batch in dataset.take(1):
             x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
             model(x)
-            _symbolic_build(model, batch)
+            _symbolic_build(model, batch, predicts)
 
 
-def _symbolic_build(model: keras.Model, batch: Any) -> None:
-    if not model.compiled:
-        if not model.built:
+def _symbolic_build(model: keras.Model, batch: Any, predicts: bool) -> None:
+    if predicts or not model.compiled:
+        if not all(layer.built for layer in model._flatten_layers()):
             x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
             keras.src.backend.compute_output_spec(model, x, training=False)
         return
