@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import MPICommunicator
 from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.communicators import SingleCommunicator
+from distkeras.communicators import _shared_reduction
 from distkeras.communicators import agree
 from distkeras.communicators import aligned_zeros
 from distkeras.communicators import collectively
@@ -389,6 +391,40 @@ def test_parts_of_chunks(communicator: Communicator) -> None:
         assert buffer[-1] == communicator.size * (1000 - parts[-1] // 4)
     elif alone and not isinstance(communicator, HierarchicalCommunicator):
         assert parts == [4000] and not buffer.any()
+
+
+def test_slow_readers_read_what_was_packed(
+    communicator: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that lag behind anywhere: a slot is written to when all have read it."""
+    if not isinstance(
+        communicator, SharedMemoryCommunicator | HierarchicalCommunicator
+    ):
+        pytest.skip("no memory is shared")
+    lags = np.random.default_rng(communicator.rank)
+
+    def lag() -> None:
+        if lags.random() < 0.3:
+            time.sleep(lags.random() / 500)
+
+    def copy_bytes(source: np.ndarray, target: np.ndarray) -> None:
+        lag()
+        target[...] = source
+
+    monkeypatch.setattr(_shared_reduction, "copy_bytes", copy_bytes)
+    rank, size = communicator.rank, communicator.size
+    for number in range(12):
+        length = (3000, 20, 700, 80)[number % 4]
+        source = np.arange(length, dtype="int64") * (rank + 1) + number
+
+        def pack(part: np.ndarray, start: int, source: np.ndarray = source) -> None:
+            lag()
+            part[...] = source[start : start + part.size]
+
+        buffer = np.zeros(length, "int64")
+        communicator.allreduce_parts(buffer, pack=pack, unpack=lambda *_: lag())
+        expected = np.arange(length) * (size * (size + 1) // 2) + number * size
+        np.testing.assert_array_equal(buffer, expected)
 
 
 def test_growing_buffers(communicator: Communicator) -> None:
