@@ -51,6 +51,7 @@ def fit(
         The history.
     """
     model, ranks = session.model, session.communicator
+    _forget_failure(model)
     alone = ranks.size == 1
     checkpoint = find_checkpoint(given.callbacks)
     if alone and not (given.resume is not None or checkpoint or commits):
@@ -79,6 +80,15 @@ def fit(
     with logs_gone_on_with(commits, given.callbacks, ranks.rank), training as callbacks:
         history = _loop(given, session, data, validation, going_on, callbacks)
     return history if commits is None else commits.whole(history)
+
+
+def _forget_failure(model: keras.Model) -> None:
+    """Clears what Keras keeps of a `fit` that ended by an error, and would use again.
+
+    The data to validate on, and the epoch to begin with that `BackupAndRestore` sets.
+    """
+    model._eval_epoch_iterator = None
+    model._initial_epoch = None
 
 
 def _training_data(given: FitArguments, ranks: Communicator, seed: int) -> Any:

@@ -127,8 +127,6 @@ class Trainer:
             self.communicator = now
             self._session.move(now)
             self._report = Report(_logging.LOGGER)
-            # Keras keeps it when `fit` ends by an error: it has the earlier ranks'.
-            self.model._eval_epoch_iterator = None
         return True
 
     @property
@@ -362,13 +360,14 @@ class Trainer:
             **kwargs: further arguments of `keras.Model.save`.
 
         Raises:
-            Exception: on every rank, if rank 0 could not write.
+            CommunicatorError: on every rank, if rank 0 could not write.
         """
-        first = self.communicator.rank == 0
-        collectively(
-            self.communicator,
-            lambda: self.model.save(filepath, **kwargs) if first else None,
-        )
+
+        def saving_the_model() -> None:
+            if self.communicator.rank == 0:
+                self.model.save(filepath, **kwargs)
+
+        collectively(self.communicator, saving_the_model)
 
     def close(self) -> None:
         """Frees the exchange's buffers and message space; collective.

@@ -198,6 +198,22 @@ def test_gradients_that_a_fit_leaves_to_the_next(
         assert_equal_weights(each, single)
 
 
+def test_validation_after_a_fit_that_failed(world: Communicator) -> None:
+    """Keras would go on with the data of the earlier call."""
+    x, y = samples(8 * world.size)
+    xv, yv = samples(13, seed=1)
+    model = build(_sgd)
+    run = trainer(model)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with pytest.raises(InterruptedError):
+        run.fit(x, y, validation_data=(x, y), callbacks=[Stop(True)], **options)
+    model._initial_epoch = 1  # as of `BackupAndRestore`
+    history = run.fit(x, y, validation_data=(xv, yv), **options)
+    expected = run.evaluate(xv, yv, batch_size=4, verbose=0)
+    values = [history.history["val_loss"], history.history["val_accuracy"]]
+    np.testing.assert_allclose(np.ravel(values), expected, rtol=1e-5)
+
+
 class Tenth(keras.optimizers.SGD):
     """A user's optimizer that changes gradients where Keras' step hands them over."""
 
