@@ -12,7 +12,7 @@ import mpi_runtimes
 import pytest
 
 from distkeras.launch import _cli
-from distkeras.launch import _doctor
+from distkeras.launch import _doctor_checks
 from distkeras.launch import _probes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,30 +160,30 @@ def test_ranks_that_do_not_find_each_other_are_noticed(
 
 
 def test_each_gpu_is_named_with_its_rank() -> None:
-    check = _doctor._gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-aa"})
+    check = _doctor_checks.check_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-aa"})
     assert check.details == {"visible": ["2", "GPU-aa"], "ranks": {0: "2", 1: "GPU-aa"}}
     assert [line.partition(",")[0] for line in check.lines] == [
         "rank 0: GPU 2",
         "rank 1: GPU GPU-aa",
     ]
-    hidden = _doctor._gpus({"CUDA_VISIBLE_DEVICES": ""})
+    hidden = _doctor_checks.check_gpus({"CUDA_VISIBLE_DEVICES": ""})
     assert (hidden.status, hidden.fine) == ("none", True)
     assert "CUDA_VISIBLE_DEVICES=" in hidden.text
 
 
 def test_another_backend_or_an_old_keras_is_not_enough() -> None:
-    tensorflow = _doctor.Check("TensorFlow", "ok", "")
+    tensorflow = _doctor_checks.Check("TensorFlow", "ok", "")
     found = {"version": "3.12.0", "backend": "tensorflow"}
-    assert _doctor._keras(found, tensorflow).status == "ok"
-    check = _doctor._keras({**found, "backend": "torch"}, tensorflow)
+    assert _doctor_checks._keras(found, tensorflow).status == "ok"
+    check = _doctor_checks._keras({**found, "backend": "torch"}, tensorflow)
     assert (check.status, check.fine) == ("broken", False)
     assert check.remedy == "export KERAS_BACKEND=tensorflow"
-    check = _doctor._keras({**found, "version": "3.9.2"}, tensorflow)
+    check = _doctor_checks._keras({**found, "version": "3.9.2"}, tensorflow)
     assert check.remedy is not None and "keras>=3.10" in check.remedy
 
 
 def test_shared_memory_that_is_missing() -> None:
-    check = _doctor._shared_memory("/nowhere/shm")
+    check = _doctor_checks.check_shared_memory("/nowhere/shm")
     assert (check.status, check.fine) == ("missing", False)
     assert check.remedy is not None and check.remedy.endswith("/nowhere/shm")
 
