@@ -67,11 +67,14 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.divisor = divisor
         self.verbose = verbose
         self._prepared_for: keras.optimizers.Optimizer | None = None
+        self._ranks: int | None = None
 
     def prepare(
         self,
         optimizer: keras.optimizers.Optimizer,
         steps_per_epoch: int | None,
+        *,
+        ranks: int | None = None,
     ) -> None:
         """Puts the warm-up in the optimizer; must come before the step is traced.
 
@@ -81,7 +84,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
             optimizer: the model's.
             steps_per_epoch: batches an epoch on this rank; the callback's own
                 argument comes first.
+            ranks: how many train together; by default all of the job.
         """
+        self._ranks = ranks
         self._prepare(optimizer, steps_per_epoch)
 
     def set_params(self, params: Any) -> None:
@@ -122,7 +127,8 @@ class LearningRateWarmup(keras.callbacks.Callback):
         divisor = self.divisor
         if divisor is None:
             divisor = applied_factor(optimizer)
-            divisor = communicators.size() if divisor == 1.0 else divisor
+            if divisor == 1.0:
+                divisor = self._ranks or communicators.size()
         warm_up_learning_rate(
             optimizer, self.warmup_epochs * steps, divisor=float(divisor)
         )

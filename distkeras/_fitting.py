@@ -72,7 +72,7 @@ def fit(
         )
     session.build(data)
     scaled = scaling.apply(model, beginning.factor, given.steps_of_epoch(data))
-    _prepare_warm_ups(model, given.callbacks, given.steps_of_epoch(data))
+    _prepare_warm_ups(session, given.callbacks, given.steps_of_epoch(data))
     going_on = Continuation(
         model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
     )
@@ -136,15 +136,16 @@ def _validation_data(given: FitArguments, ranks: Communicator, data: Any) -> Any
 
 
 def _prepare_warm_ups(
-    model: keras.Model,
+    session: Session,
     callbacks: Sequence[keras.callbacks.Callback],
     steps: int | None,
 ) -> None:
     """Lets callbacks change the optimizer before a step is taken that knows it not."""
+    model, ranks = session.model, session.communicator.size
     for callback in callbacks:
         if isinstance(callback, LearningRateWarmup):
             rises = model.optimizer is not None and warms_up(model.optimizer)
-            callback.prepare(model.optimizer, steps)
+            callback.prepare(model.optimizer, steps, ranks=ranks)
             if not rises:  # what Keras has traced goes on with a constant rate
                 model.train_function = None
 

@@ -56,17 +56,18 @@ def _decisions(session: Session, data: Any, scaled: Scaled) -> str:
     nbytes = sum(math.prod(v.shape) * _itemsize(v.dtype) for v in weights)
     nodes = len(set(communicator.hosts))
     size = communicator.size
-    batch = data.batch_size
     rate = "; ".join(f"{r.name} {r.before:.6g} -> {r.after:.6g}" for r in scaled.rates)
     lines = {
         "world": f"{size} ranks on {nodes} node{'s'[: nodes > 1]}",
-        "communicator": communicators.describe(),
+        "communicator": communicators.describe()
+        if communicator is communicators.world()
+        else f"{communicator.name}, of {communicators.size()} ranks of the job",
         "backend": f"Keras {keras.__version__}, {keras.backend.backend()}, "
         + ("step compiled by XLA" if compiled else "step not compiled"),
         **_batch_norm(model),
         **_metrics(model),
         "data": data.description,
-        "batch": f"{batch} a rank, {batch * size} global" if batch else "as dealt",
+        "batch": _batch(data, size),
         "learning rate": f"{rate} ({scaled.rule})" if rate else "left as it is",
         "gradients": f"{len(weights)} of {nbytes / 2**20:.2f} MiB, averaged by "
         "examples before clipping"
@@ -75,6 +76,16 @@ def _decisions(session: Session, data: Any, scaled: Scaled) -> str:
     }
     title = f"distkeras {__version__}"
     return "\n".join([title, *(f"  {k:<14}{v}" for k, v in lines.items())])
+
+
+def _batch(data: Any, size: int) -> str:
+    each = data.batch_size
+    if not each:
+        return "as dealt"
+    by_sample = data.kind == "arrays" and not data.part.own
+    whole = data.units_a_step if by_sample else each * size
+    most = "" if each * size == whole else "at most "
+    return f"{most}{each} a rank, {whole} global"
 
 
 def _batch_norm(model: keras.Model) -> dict[str, str]:

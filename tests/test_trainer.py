@@ -162,13 +162,20 @@ def test_learning_rate_is_scaled_once(
     assert float(loaded.optimizer.learning_rate) == pytest.approx(scaled)
 
 
-def test_global_batch_size(world: Communicator) -> None:
+def test_global_batch_size(
+    world: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
     x, y = samples(30)
     single = build(OPTIMIZERS["adam"])
     single.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
     model = build(OPTIMIZERS["adam"])
-    trainer(model).fit(x, y, global_batch_size=7, epochs=2, shuffle=False, verbose=0)
+    options: dict[str, Any] = {"epochs": 2, "shuffle": False, "verbose": 0}
+    with caplog.at_level("INFO", logger="distkeras"):
+        trainer(model).fit(x, y, global_batch_size=7, **options)
     assert_equal_weights(model, single)
+    if world.size > 1 and world.rank == 0:
+        most = -(-7 // world.size)
+        assert f" {most} a rank, 7 global" in caplog.text
 
 
 def test_arguments_that_contradict(world: Communicator) -> None:
