@@ -16,6 +16,9 @@ from typing import Literal
 
 import keras
 
+VALIDATION = "val_"
+"""Before the names of what Keras logs of a validation."""
+
 _LARGER_IS_BETTER = ("acc", "accuracy", "auc", "precision", "recall", "f1_score")
 
 
@@ -41,7 +44,8 @@ class Checkpoint(keras.callbacks.Callback):
         every_epochs: epochs between checkpoints; None for none at their ends.
         keep: how many checkpoints to keep, the newest; and the best one.
         monitor: name of a value in the logs, such as `"val_loss"`, that tells the
-            best epoch. A best epoch is always written. None for no best one.
+            best epoch. A best epoch is always written. None for no best one. Epochs
+            without a validation, as of `validation_freq`, are none.
         mode: `"min"` or `"max"`, which is best; `"auto"` guesses by the name.
         background: whether training goes on while the file is written. The state is
             copied before.
@@ -113,6 +117,11 @@ class Checkpoint(keras.callbacks.Callback):
     def signalled(self) -> int:
         """The number of the signal that this rank has received, 0 for none."""
         return self._received
+
+    @property
+    def monitors_validation(self) -> bool:
+        """Whether `monitor` is a value of the validation."""
+        return (self.monitor or "").startswith(VALIDATION)
 
     def improves(self, value: float) -> bool:
         """Returns whether a value of `monitor` is better than any before."""

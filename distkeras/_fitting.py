@@ -66,6 +66,7 @@ def fit(
         given, ranks, _drawn(seed, ranks) if found is None else found.seed
     )
     validation = _validation_data(given, ranks, data)
+    _check_validation(given)
     if commits is not None:
         check_can_be_shared_out_anew(
             data, validation, given.callbacks, given.steps_per_epoch
@@ -133,6 +134,19 @@ def _validation_data(given: FitArguments, ranks: Communicator, data: Any) -> Any
         training=False,
         shard=given.shard,
     )
+
+
+def _check_validation(given: FitArguments) -> None:
+    """Raises before training where no epoch could be the best."""
+    checkpoint = find_checkpoint(given.callbacks)
+    if checkpoint is None or not checkpoint.monitors_validation:
+        return
+    if given.validation_data is None:
+        raise ValueError(
+            "Expected `validation_data` or `validation_split` with a Checkpoint that "
+            "tells the best epoch by a validation. Received: neither, and "
+            f"monitor={checkpoint.monitor!r}"
+        )
 
 
 def _prepare_warm_ups(

@@ -27,6 +27,7 @@ from distkeras._position import Position
 from distkeras._training_run import TrainingRun
 from distkeras._version import __version__
 from distkeras.callbacks import _files
+from distkeras.callbacks._checkpoint import VALIDATION
 from distkeras.callbacks._checkpoint import Checkpoint
 from distkeras.communicators import collectively
 from distkeras.gradients import GradientExchange
@@ -125,6 +126,8 @@ class Saver(keras.callbacks.Callback):
         checkpoint = self._checkpoint
         if checkpoint.monitor is None:
             return False
+        if checkpoint.monitors_validation and not _validated(logs):
+            return False  # as of `validation_freq`
         if checkpoint.monitor not in logs:
             raise CheckpointError(
                 "Expected `monitor` of `Checkpoint` to be among the logs of an epoch: "
@@ -212,6 +215,10 @@ class Saver(keras.callbacks.Callback):
                 f"Rank 0 could not write a checkpoint: {text}. Earlier checkpoints are "
                 "as they were. Training has been ended."
             )
+
+
+def _validated(logs: Mapping[str, Any]) -> bool:
+    return any(name.startswith(VALIDATION) for name in logs)
 
 
 class _Writer:

@@ -316,6 +316,24 @@ def test_full_disk_is_an_error_on_every_rank(
         _files.read(path)
 
 
+def test_the_best_of_epochs_with_a_validation(
+    world: Communicator, tmp_path: Path
+) -> None:
+    """The first epoch without one ended training."""
+    data = samples(4 * world.size)
+    options: dict[str, Any] = {"every_epochs": None, "monitor": "val_loss"}
+    best = Checkpoint(tmp_path, **options)
+    with pytest.raises(ValueError, match="monitor='val_loss'"):
+        fit(build(sgd), data, callbacks=[best])
+    freq = [2, 3]
+    kept = {"validation_data": data, "validation_freq": freq, "epochs": 4}
+    history = fit(build(sgd), data, callbacks=[best], **kept)
+    values = history.history["val_loss"]
+    epoch = freq[int(np.argmin(values))]
+    assert best.best == min(values)
+    assert f"-epoch-{epoch}-" in str(best.best_file)
+
+
 def test_last_ones_and_the_best_are_kept(world: Communicator, tmp_path: Path) -> None:
     """Each rank has a folder of its own: the others' stay empty, none is missed."""
     data = samples(8 * world.size)
