@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import distkeras
 from distkeras import backends
 from distkeras import data
+from distkeras._beginning import begin
 from distkeras._commits import Commit
 from distkeras._commits import Commits
 from distkeras._elastic import check_can_be_shared_out_anew
 from distkeras._elastic import logs_gone_on_with
 from distkeras._errors import CommunicatorError
+from distkeras._fit_arguments import FitArguments
 from distkeras._metric_states import combined_states
 from distkeras._metric_states import put_states_back
 from distkeras._position import Position
+from distkeras._scaling import Scaling
+from distkeras._session import Session
 from distkeras.communicators import Communicator
 from distkeras.communicators import MPICommunicator
 from distkeras.communicators import _elastic
@@ -190,6 +196,42 @@ def test_a_log_goes_on_where_the_commit_was(tmp_path: Path) -> None:
         assert logger.append
         assert path.read_text() == "epoch,loss\n0,1.0\n"
     assert not logger.append
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "kept"),
+    [
+        ({}, 32, True),
+        ({"batch_size": 4}, 4, True),
+        ({"batch_size": 4, "resized": "rescale"}, None, False),
+        ({"global_batch_size": 6}, None, True),
+        ({"steps_per_epoch": 3}, None, True),
+    ],
+    ids=str,
+)
+def test_a_loss_before_the_first_step(
+    world: Communicator, options: dict[str, Any], whole: int | None, kept: bool
+) -> None:
+    """Where the global batch did not depend on the ranks, the rate had become less."""
+    x = np.ones((12, 2), "float32")
+    parameters = inspect.signature(distkeras.Trainer.fit).parameters.values()
+    arguments = {p.name: p.default for p in parameters if p.name != "self"}
+    arguments |= {"x": x, "y": x, "callbacks": [], **options}
+    before = world.size + 1
+    beginning = begin(
+        FitArguments(**arguments),
+        Session(build(), world),
+        Scaling("linear", 0),
+        Commits(before),
+    )
+    assert beginning.found is None
+    assert beginning.factor == (before if kept else world.size)
+    found = beginning.given
+    if whole is None:
+        assert found.batch_size == options.get("batch_size")
+        assert found.global_batch_size == options.get("global_batch_size")
+    else:
+        assert (found.batch_size, found.global_batch_size) == (None, whole * before)
 
 
 class Hooked(keras.utils.PyDataset):
