@@ -178,7 +178,10 @@ def _training(
     session.prepare(data, given.callbacks)
     report.of_several(session, data, scaled)
     bar = session.communicator.broadcast_object(given.verbose in ("auto", 1))
-    return session.training(data, given.callbacks, bar=bar, going_on=going_on)
+    steps = given.steps_of_epoch(data)
+    return session.training(
+        data, given.callbacks, bar=bar, steps=steps, going_on=going_on
+    )
 
 
 def _loop(

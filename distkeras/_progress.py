@@ -29,7 +29,7 @@ class GlobalProgress(keras.callbacks.Callback):
         communicator: the ranks.
         shown: whether rank 0 shows a bar; the same on every rank. Without, nothing is
             sent.
-        steps: of an epoch, where they are known.
+        batches: of an epoch, as Keras counts them, where they are known: executions.
         counters: of the exchange, which know of all ranks' examples: the bar shows
             `samples_per_second` then.
     """
@@ -39,13 +39,13 @@ class GlobalProgress(keras.callbacks.Callback):
         communicator: Communicator,
         *,
         shown: bool,
-        steps: int | None,
+        batches: int | None,
         counters: Counters | None = None,
     ) -> None:
         super().__init__()
         self._communicator = communicator
         self._shown = shown
-        self._every = max(1, steps // _REFRESHES) if steps else _EVERY
+        self._every = max(1, batches // _REFRESHES) if batches else _EVERY
         self._counters = counters
         self._began: tuple[float, float] | None = None
         self._batches = 0

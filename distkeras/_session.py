@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -168,6 +169,7 @@ class Session:
         callbacks: Sequence[keras.callbacks.Callback],
         *,
         bar: bool,
+        steps: int | None,
         going_on: Continuation,
     ) -> Iterator[list[keras.callbacks.Callback]]:
         """While inside, `model.fit` trains on all ranks.
@@ -176,6 +178,7 @@ class Session:
             data: the sharded training data; `prepare` has seen it.
             callbacks: the user's.
             bar: whether rank 0 shows a progress bar; the same on every rank.
+            steps: of an epoch, None where they are not known.
             going_on: from a checkpoint, and writing others.
 
         Yields:
@@ -206,7 +209,7 @@ class Session:
             GlobalProgress(
                 self.communicator,
                 shown=bar,
-                steps=data.num_batches,
+                batches=steps and math.ceil(steps / self.model.steps_per_execution),
                 counters=functions.exchange.counters,
             ),
         ]

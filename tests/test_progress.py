@@ -8,8 +8,10 @@ import keras
 import pytest
 from equivalence import build
 from equivalence import samples
+from equivalence import trainer
 
 from distkeras._progress import GlobalProgress
+from distkeras._progress import global_results
 from distkeras._resume import Continuation
 from distkeras._session import Session
 from distkeras.communicators import Communicator
@@ -47,14 +49,17 @@ def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> No
     model, found = make(), Recorder()
     data = shard(x, y, communicator=world, batch_size=4, shuffle=False)
     if world.size == 1:
-        progress = GlobalProgress(world, shown=shown, steps=data.num_batches)
+        progress = GlobalProgress(world, shown=shown, batches=data.num_batches)
         model.fit(data, shuffle=False, verbose=0, callbacks=[progress, found])
     else:
         session = Session(model, world, check_replicas=True)
         session.build(data)
         session.prepare(data)
         going_on = Continuation(model, data, world, [], None, None)
-        with session.training(data, [], bar=shown, going_on=going_on) as callbacks:
+        steps = data.num_batches
+        with session.training(
+            data, [], bar=shown, steps=steps, going_on=going_on
+        ) as callbacks:
             model.fit(data, shuffle=False, verbose=0, callbacks=[*callbacks, found])
     assert len(found.seen) == len(expected.seen)
     paces = [logs.pop("samples_per_second", None) for logs in found.seen]
@@ -63,3 +68,25 @@ def test_values_are_those_of_one_process(world: Communicator, shown: bool) -> No
     if shown and world.rank == 0:
         for mine, theirs in zip(found.seen, expected.seen, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("execution", [1, 2])
+def test_a_hundred_times_an_epoch(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch, execution: int
+) -> None:
+    """Of a generator, whose length `steps_per_epoch` tells, it was every tenth step."""
+    if world.size == 1:
+        pytest.skip("at one rank the bar is Keras' own")
+    asked = []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(1)
+        return global_results(*arguments)
+
+    monkeypatch.setattr("distkeras._progress.global_results", counted)
+    x, y = samples(4)
+    steps = 300 * execution
+    batches = ((x, y) for _ in range(world.size * steps))
+    model = build(lambda: keras.optimizers.SGD(0.1), steps_per_execution=execution)
+    trainer(model).fit(batches, steps_per_epoch=steps, verbose=1)
+    assert sum(asked) == 100
