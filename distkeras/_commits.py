@@ -80,6 +80,7 @@ class Commits:
         self.lost_at: float | None = None
         self.first = False
         self._snapshot: Any = None
+        self._built: list[bool] = []
         self._users: Sequence[keras.callbacks.Callback] = ()
         self._states: dict[str, Any] = {}
         self._went_back_to: int | None = None
@@ -95,10 +96,11 @@ class Commits:
         users: Sequence[keras.callbacks.Callback],
     ) -> None:
         """Makes a commit the newest; nothing here waits for another rank."""
-        if self._snapshot is None:
-            optimizers = backends.current().find_optimizers(model)
+        optimizers = backends.current().find_optimizers(model)
+        built = [optimizer.built for optimizer in optimizers]
+        if self._snapshot is None or self._built != built:
             variables = list(_state.state_variables(model, optimizers).values())
-            self._snapshot = backends.current().snapshot(variables)
+            self._snapshot, self._built = backends.current().snapshot(variables), built
         self._snapshot.take()
         self._users = users
         self._states = _callback_states.glance(users)

@@ -65,8 +65,11 @@ class FitArguments:
         """Returns what must be the same on all ranks, as far as it can be compared."""
         values = {n: v for n, v in vars(self).items() if n not in _NOT_AGREED_ON}
         validated = values.pop("validation_data") is not None
+        # Where ranks have data of their own they may have counted its classes.
+        weights = None if self.shard is False else self.class_weight
         return {
             **values,
+            "class_weight": weights and sorted(weights.items()),
             "validation": validated or bool(self.validation_split),
             "resume": self.resume is not None,
         }

@@ -105,6 +105,7 @@ def take(
         {
             "world_size": communicator.size,
             "rates": [rates(optimizer) for optimizer in optimizers],
+            "trained": [_trained(model, optimizer) for optimizer in optimizers],
             "metrics": {e.name: e.reduction for e in _entries(model.metrics)},
         },
     )
@@ -137,6 +138,7 @@ def restore(model: keras.Model, state: State, communicator: Communicator) -> Non
     """
     size = state.description["world_size"]
     optimizers = backends.current().find_optimizers(model)
+    _build(model, optimizers, state.description.get("trained", []))
     variables = state_variables(model, optimizers)
     _check(variables, state.arrays)
     averaged = {id(v) for v in moving_statistics(model)}
@@ -216,6 +218,28 @@ def state_variables(
             found[id(variable)] = group
             variables[f"{group}/{number}/{_NUMBERS.sub('', variable.path)}"] = variable
     return variables
+
+
+def _trained(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[int]:
+    """Returns which variables of a model an optimizer was built for, by number."""
+    numbers = {id(variable): n for n, variable in enumerate(model.variables)}
+    trained = getattr(optimizer, "_trainable_variables", [])
+    return [numbers[id(v)] for v in trained if id(v) in numbers]
+
+
+def _build(
+    model: keras.Model,
+    optimizers: Sequence[keras.optimizers.Optimizer],
+    trained: Sequence[Sequence[int]],
+) -> None:
+    """Builds optimizers that a `train_step` of the model's own would at its first call.
+
+    There may be several, and only that step knows which of them trains what.
+    """
+    variables = model.variables
+    for optimizer, numbers in zip(optimizers, trained, strict=False):
+        if numbers and not optimizer.built and max(numbers) < len(variables):
+            optimizer.build([variables[n] for n in numbers])
 
 
 def _metrics(model: keras.Model) -> dict[str, Any]:

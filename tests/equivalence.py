@@ -63,6 +63,41 @@ class OwnStep(keras.Model):
         return super().train_step(data)
 
 
+class Adversarial(keras.Model):
+    """Two networks, two optimizers, one step: a generative adversarial network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.second = keras.layers.Dense(2)
+
+    def build(self, input_shape: Any) -> None:
+        self.first.build(input_shape)
+        self.second.build((None, 2))
+
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first_optimizer, self.second_optimizer = first, second
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        for layer, optimizer in (
+            (self.first, self.first_optimizer),
+            (self.second, self.second_optimizer),
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x) ** 2)
+            variables = [v.value for v in layer.trainable_variables]
+            optimizer.apply(tape.gradient(loss, variables), layer.trainable_variables)
+        self._loss_tracker.update_state(loss)
+        return self.get_metrics_result()
+
+
 def assert_equal_weights(
     left: keras.Model, right: keras.Model, tolerance: float = 1e-5
 ) -> None:

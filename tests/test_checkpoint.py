@@ -14,6 +14,8 @@ from checkpoints import Killed
 from checkpoints import assert_same_state
 from checkpoints import build
 from checkpoints import fit
+from equivalence import FEATURES
+from equivalence import Adversarial
 from equivalence import assert_equal_weights
 from equivalence import samples
 
@@ -214,6 +216,36 @@ def test_kinds_of_data_go_on_within_an_epoch(
         train("killed", KillAt(2 * steps + 2))
     model = train("killed", resume="auto")
     assert_same_state(world, model, expected)
+
+
+def test_optimizers_of_the_models_own(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    """Which only a step of the model builds: their state was taken for another's."""
+    x, _ = samples(24 * world.size)
+
+    def train(*callbacks: keras.callbacks.Callback, **options: Any) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = Adversarial()
+        model.build((None, FEATURES))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam())
+        checkpoint = Checkpoint(tmp_path_shared, every_steps=2, background=False)
+        fit(
+            model,
+            (x, None),
+            batch_size=4,
+            epochs=2,
+            callbacks=[checkpoint, *callbacks],
+            **options,
+        )
+        return model
+
+    with pytest.raises(Killed):
+        train(KillAt(9))
+    model = train(resume="auto")
+    expected = train()
+    for mine, theirs in zip(model.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
 class Watch(keras.callbacks.Callback):

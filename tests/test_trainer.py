@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from equivalence import Adversarial
 from equivalence import assert_equal_everywhere
 from equivalence import assert_equal_history
 from equivalence import assert_equal_weights
@@ -198,6 +200,17 @@ def test_ranks_that_were_called_differently(world: Communicator) -> None:
         run.fit(x, y, batch_size=2, epochs=1 + (world.rank > 0), verbose=0)
 
 
+def test_ranks_with_other_class_weights(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, y = samples(8)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+    weights = {0: 1.0, 1: 1.0 + world.rank, 2: 1.0}
+    run = trainer(build(OPTIMIZERS["adam"]))
+    with pytest.raises(distkeras.MismatchError, match=r"class_weight=\[\(0, 1.0\)"):
+        run.fit(data, class_weight=weights, verbose=0)
+
+
 def test_closed_trainers_leave_nothing(world: Communicator) -> None:
     """And can be used again."""
     x, y = samples(8)
@@ -295,59 +308,34 @@ def test_step_that_bypasses_the_exchange_is_caught(world: Communicator) -> None:
     assert_equal_everywhere(world, model)
 
 
-class Adversarial(keras.Model):
-    """Two networks, two optimizers, one step: a generative adversarial network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = keras.layers.Dense(2)
-        self.second = keras.layers.Dense(2)
-
-    def build(self, input_shape: Any) -> None:
-        self.first.build(input_shape)
-        self.second.build((None, 2))
-
-    def compile(self, first: Any, second: Any) -> None:
-        super().compile()
-        self.first_optimizer, self.second_optimizer = first, second
-
-    def call(self, x: Any) -> Any:
-        return self.second(self.first(x))
-
-    def train_step(self, data: Any) -> Any:
-        import tensorflow as tf
-
-        x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        for layer, optimizer in (
-            (self.first, self.first_optimizer),
-            (self.second, self.second_optimizer),
-        ):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(self(x) ** 2)
-            variables = [v.value for v in layer.trainable_variables]
-            optimizer.apply(tape.gradient(loss, variables), layer.trainable_variables)
-        self._loss_tracker.update_state(loss)
-        return self.get_metrics_result()
-
-
-def test_step_with_two_optimizers(world: Communicator) -> None:
+@pytest.mark.parametrize("accumulated", [(None, None), (2, 3)])
+def test_step_with_two_optimizers(
+    world: Communicator, accumulated: tuple[int | None, int | None]
+) -> None:
+    """Which Keras builds at their first use; twice, as a `fit` may leave gradients."""
     x, _ = samples(24)
+    first, second = accumulated
 
     def make() -> keras.Model:
         keras.utils.set_random_seed(0)
         model = Adversarial()
         model.build((None, 6))
-        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1))
+        model.compile(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=first),
+            keras.optimizers.Adam(0.03, gradient_accumulation_steps=second),
+        )
         return model
 
     single, model = make(), make()
-    single.fit(x, batch_size=4 * world.size, epochs=3, shuffle=False, verbose=0)
     run = trainer(model)
-    run.fit(x, batch_size=4, epochs=3, shuffle=False, verbose=0)
-    assert_equal_weights(model, single)
+    for _ in range(2):
+        single.fit(x, batch_size=4 * world.size, epochs=3, shuffle=False, verbose=0)
+        run.fit(x, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        assert_equal_weights(model, single)
     if world.size > 1:
-        steps = 3 * -(-24 // (4 * world.size))
-        assert run.exchange.counters.exchanges == 2 * steps
+        steps = 2 * 3 * -(-24 // (4 * world.size))
+        exchanges = steps // (first or 1) + steps // (second or 1)
+        assert run.exchange.counters.exchanges == exchanges
 
 
 def test_evaluate_and_predict(world: Communicator) -> None:
