@@ -24,7 +24,7 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     The states of seed generators differ by rank on purpose, so that dropout draws
     another mask on every rank; they are derived from the root's, so that a run can be
-    repeated.
+    repeated. Gradients that ranks have added up for an update to come stay each rank's.
 
     Args:
         root: the rank whose state is copied.

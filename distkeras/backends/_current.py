@@ -94,6 +94,6 @@ def current() -> Backend:
         raise NotImplementedError(
             "distkeras trains models on these Keras backends with more than one "
             f"rank: {sorted(_IMPLEMENTATIONS)}. Received: KERAS_BACKEND={name!r}. Set "
-            "KERAS_BACKEND=tensorflow, or run with one rank."
+            "KERAS_BACKEND=tensorflow, or run with one rank (without a Checkpoint)."
         )
     return importlib.import_module(_IMPLEMENTATIONS[name])
