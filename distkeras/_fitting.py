@@ -54,8 +54,10 @@ def fit(
     _forget_failure(model)
     alone = ranks.size == 1
     checkpoint = find_checkpoint(given.callbacks)
-    if alone and not (given.resume is not None or checkpoint or commits):
-        report.of_one()
+    plain = alone and not (given.resume is not None or checkpoint or commits)
+    if alone:
+        report.of_one(session, plain=plain)
+    if plain:
         with _alone.keeping_figures(model, given.callbacks) as callbacks:
             return model.fit(**{**given.for_keras(), "callbacks": callbacks})
     options = {**given.to_agree_on(), "warmup_epochs": scaling.warmup_epochs}

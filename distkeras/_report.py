@@ -27,10 +27,22 @@ class Report:
         self._logger = logger
         self._done = False
 
-    def of_one(self) -> None:
-        """Logs that there is one rank."""
+    def of_one(self, session: Session, *, plain: bool) -> None:
+        """Logs that there is one rank.
+
+        Args:
+            session: of the model.
+            plain: whether Keras is handed the data as it came.
+        """
+        own = "own fit, nothing changed" if plain else "own step, data in a kept order"
         if not self._done:
-            self._logger.info("1 rank: training with Keras' own fit, nothing changed")
+            self._logger.info("1 rank: training with Keras' %s", own)
+            if session.timeline is not None:
+                self._logger.warning(
+                    "No timeline is written to %s: one rank trains by Keras' own step, "
+                    "which does not tell its parts",
+                    session.timeline,
+                )
         self._done = True
 
     def of_several(self, session: Session, data: Any, scaled: Scaled) -> None:

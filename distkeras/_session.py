@@ -65,6 +65,7 @@ class Session:
     Attributes:
         model: the user's.
         communicator: the ranks.
+        timeline: of the file that a trace of the steps goes to, or None.
         functions: of the newest training; None before.
     """
 
@@ -85,7 +86,7 @@ class Session:
         self._compression = compression
         self._error_feedback = error_feedback
         self._check_replicas = check_replicas
-        self._timeline = timeline
+        self.timeline = timeline
         self.functions: Functions | None = None
         self._test: tuple[Any, Any] | None = None
 
@@ -94,7 +95,7 @@ class Session:
         """What ranks must have chosen alike, a line for each setting."""
         return [
             f"check_replicas={self._check_replicas}",
-            f"timeline={'none' if self._timeline is None else 'written'}",
+            f"timeline={'none' if self.timeline is None else 'written'}",
         ]
 
     def move(self, communicator: Communicator) -> None:
@@ -224,9 +225,9 @@ class Session:
             yield arranged
 
     def _timelines(self, exchange: GradientExchange) -> list[keras.callbacks.Callback]:
-        if self._timeline is None:
+        if self.timeline is None:
             return []
-        return [Timeline(self._timeline, self.communicator, exchange.clock)]
+        return [Timeline(self.timeline, self.communicator, exchange.clock)]
 
     @contextlib.contextmanager
     def _own_evaluations(self) -> Iterator[None]:

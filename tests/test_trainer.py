@@ -381,16 +381,18 @@ def test_functions_of_the_model_are_put_back(world: Communicator) -> None:
 
 
 def test_decisions_are_logged_once_on_rank_zero(
-    world: Communicator, caplog: pytest.LogCaptureFixture
+    world: Communicator, caplog: pytest.LogCaptureFixture, tmp_path_shared: Path
 ) -> None:
     x, y = samples(20)
-    run = distkeras.Trainer(build(OPTIMIZERS["sgd_momentum"]))
+    model, path = build(OPTIMIZERS["sgd_momentum"]), tmp_path_shared / "trace.json"
+    run = distkeras.Trainer(model, timeline=path)
     with caplog.at_level("INFO", logger="distkeras"):
         run.fit(x, y, batch_size=4, verbose=0)
         run.fit(x, y, batch_size=4, verbose=0)
     text = "\n".join(r.getMessage() for r in caplog.records if r.name == "distkeras")
     if world.size == 1:
         assert "1 rank" in text
+        assert text.count(f"No timeline is written to {path}") == 1
     elif world.rank == 0:
         for words in [
             f"{world.size} ranks on 1 node",
