@@ -162,8 +162,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
         steps_per_epoch: batches an epoch on this rank, where Keras cannot know it;
             used only without `staircase`.
         initial_learning_rate: the rate to multiply, the number of ranks included; by
-            default what the optimizer is set to when training starts. Pass it when
-            training is resumed.
+            default what the optimizer is set to when training starts. A `Checkpoint`
+            keeps it; pass it where training is resumed by other means.
 
     Raises:
         ValueError: at the start of training, if `staircase` is False and the steps
@@ -225,6 +225,18 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 "Received data of unknown length. Pass "
                 "LearningRateSchedule(steps_per_epoch=...)."
             )
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns what a run that goes on is to multiply, see `Checkpoint`."""
+        optimizer = self._initial_of
+        factor = 1.0 if optimizer is None else applied_factor(optimizer)
+        return {"initial": self._initial, "factor": factor}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes over what an earlier run multiplied; for other ranks, scaled anew."""
+        if self.initial_learning_rate is None and state["initial"]:
+            factor = applied_factor(self.model.optimizer) / state["factor"]
+            self._initial = [rate * factor for rate in state["initial"]]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Sets the rate of this epoch."""

@@ -20,6 +20,7 @@ from equivalence import assert_equal_weights
 from equivalence import samples
 
 from distkeras.callbacks import Checkpoint
+from distkeras.callbacks import LearningRateSchedule
 from distkeras.callbacks import LearningRateWarmup
 from distkeras.callbacks import _files
 from distkeras.communicators import Communicator
@@ -300,6 +301,38 @@ def test_callbacks_that_steer_go_on(
     assert_same_state(world, model, expected)
     assert watch.batches[:4] == ([2, 3, 4, 0] if within else [0, 1, 2, 3])
     assert watch.known == (12 if within else 10)
+
+
+@pytest.mark.dealt
+def test_a_schedule_goes_on_from_its_initial_rate(
+    world: Communicator, tmp_path_shared: Path
+) -> None:
+    """It multiplied what the earlier run had left."""
+    data = samples(8 * world.size)
+
+    def train(folder: str, *more: Any, **options: Any) -> tuple[keras.Model, Any]:
+        model = build(OPTIMIZERS["momentum"])
+        schedule = LearningRateSchedule(lambda epoch: 0.5**epoch)
+        callbacks = [Checkpoint(tmp_path_shared / folder), schedule, *more]
+        history = fit(
+            model,
+            data,
+            epochs=4,
+            batch_size=4,
+            trainer={"learning_rate_scaling": "linear"},
+            callbacks=callbacks,
+            **options,
+        )
+        return model, history.history["learning_rate"]
+
+    expected, whole = train("whole")
+    initial = 0.05 * world.size
+    np.testing.assert_allclose(whole, initial * 0.5 ** np.arange(4), rtol=1e-6)
+    with pytest.raises(Killed):
+        train("killed", KillAt(5))
+    model, rest = train("killed", resume="auto")
+    assert rest == whole[2:]
+    assert_same_state(world, model, expected)
 
 
 class Seen(keras.metrics.Metric):
