@@ -10,7 +10,6 @@ another but what the metrics of all ranks add up to.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 
 from distkeras import _accumulated
 from distkeras import _callback_states
+from distkeras import _csv_logs
 from distkeras import _state
 from distkeras import backends
 from distkeras._consensus import runs_on_rank_zero_only
@@ -165,6 +165,7 @@ class Commits:
             data=commit.data,
             callbacks=self._states,
             resized=resized,
+            logs=commit.logs,
             own=True,
             stop=commit.stop,
         )
@@ -247,7 +248,7 @@ class Committing(keras.callbacks.Callback):
                 _accumulated.spread(optimizers, communicator)
             mine = None
             if communicator.rank == 0:
-                mine = (_writers(run.users), _lengths(run.users))
+                mine = (_writers(run.users), _csv_logs.lengths(run.users))
             writers, logs = communicator.allgather_object(mine)[0]
         metrics = None
         if position.step > 0:
@@ -274,9 +275,3 @@ def _writers(users: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
 
 def _writes(callback: keras.callbacks.Callback) -> bool:
     return runs_on_rank_zero_only(callback)
-
-
-def _lengths(users: Sequence[keras.callbacks.Callback]) -> dict[str, int]:
-    """Returns the lengths of files to which a line an epoch is added."""
-    names = [c.filename for c in users if isinstance(c, keras.callbacks.CSVLogger)]
-    return {name: os.path.getsize(name) for name in names if os.path.exists(name)}

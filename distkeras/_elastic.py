@@ -7,11 +7,8 @@ number of ranks; the other methods begin again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import Concatenate
@@ -139,36 +136,6 @@ def check_can_be_shared_out_anew(
             f"Expected, in an elastic job, {reason}. Received: {data.description}. "
             "Without `--elastic` (DISTKERAS_ELASTIC) a lost rank ends the job."
         )
-
-
-@contextlib.contextmanager
-def logs_gone_on_with(
-    commits: Commits | None, callbacks: Sequence[keras.callbacks.Callback], rank: int
-) -> Iterator[None]:
-    """Lets `CSVLogger` go on with its file after a loss, while inside.
-
-    Without what was written after the newest commit, and on whatever rank is the first.
-
-    Args:
-        commits: None in an ordinary job.
-        callbacks: the user's.
-        rank: of this process.
-    """
-    newest = None if commits is None else commits.newest
-    changed = []
-    if newest is not None and rank == 0:
-        for callback in callbacks:
-            if isinstance(callback, keras.callbacks.CSVLogger) and not callback.append:
-                changed.append(callback)
-                callback.append = True
-        for name, length in newest.logs.items():
-            with contextlib.suppress(FileNotFoundError):
-                os.truncate(name, length)
-    try:
-        yield
-    finally:
-        for callback in changed:
-            callback.append = False
 
 
 class Leave(keras.callbacks.Callback):

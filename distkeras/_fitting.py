@@ -14,8 +14,8 @@ from distkeras import data as data_
 from distkeras._beginning import begin
 from distkeras._calls import agree_on_call
 from distkeras._commits import Commits
+from distkeras._csv_logs import gone_on_with
 from distkeras._elastic import check_can_be_shared_out_anew
-from distkeras._elastic import logs_gone_on_with
 from distkeras._fit_arguments import FitArguments
 from distkeras._learning_rate import warms_up
 from distkeras._report import Report
@@ -80,7 +80,8 @@ def fit(
         model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
     )
     training = _training(given, session, data, going_on, scaled, report)
-    with logs_gone_on_with(commits, given.callbacks, ranks.rank), training as callbacks:
+    logs = {} if found is None else found.logs
+    with gone_on_with(logs, given.callbacks, ranks.rank), training as callbacks:
         history = _loop(given, session, data, validation, going_on, callbacks)
     return history if commits is None else commits.whole(history)
 

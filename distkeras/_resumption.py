@@ -37,6 +37,7 @@ class Resumption:
         data: how the data was dealt.
         callbacks: states of callbacks.
         resized: what is done about another number of ranks; None for as many.
+        logs: how long the files of `CSVLogger` were, in bytes.
         own: whether it is this rank's own state, of a job that has lost ranks.
         stop: whether training was to stop there.
     """
@@ -47,6 +48,7 @@ class Resumption:
     data: dict[str, Any]
     callbacks: dict[str, Any]
     resized: Resized | None
+    logs: dict[str, int]
     own: bool = False
     stop: bool = False
 
@@ -154,6 +156,7 @@ def find(
         data=content["data"],
         callbacks=content["callbacks"],
         resized=None if same else resized,
+        logs=content.get("logs", {}),
     )
 
 

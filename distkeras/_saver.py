@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from distkeras import _callback_states
+from distkeras import _csv_logs
 from distkeras import _state
 from distkeras import backends
 from distkeras._errors import CheckpointError
@@ -196,6 +197,7 @@ class Saver(keras.callbacks.Callback):
             "data": self._run.describe_data(),
             "state": state.description,
             "callbacks": states,
+            "logs": _csv_logs.lengths(self._run.users),
         }
         arrays = {**state.arrays, **arrays}
         kept = [checkpoint.best_file] if checkpoint.best_file else []

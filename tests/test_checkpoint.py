@@ -307,32 +307,42 @@ def test_callbacks_that_steer_go_on(
 def test_a_schedule_goes_on_from_its_initial_rate(
     world: Communicator, tmp_path_shared: Path
 ) -> None:
-    """It multiplied what the earlier run had left."""
+    """It multiplied what the earlier run had left; and a log was begun anew."""
     data = samples(8 * world.size)
 
     def train(folder: str, *more: Any, **options: Any) -> tuple[keras.Model, Any]:
         model = build(OPTIMIZERS["momentum"])
         schedule = LearningRateSchedule(lambda epoch: 0.5**epoch)
-        callbacks = [Checkpoint(tmp_path_shared / folder), schedule, *more]
-        history = fit(
-            model,
-            data,
-            epochs=4,
-            batch_size=4,
-            trainer={"learning_rate_scaling": "linear"},
-            callbacks=callbacks,
-            **options,
-        )
+        log = keras.callbacks.CSVLogger(str(tmp_path_shared / f"{folder}.csv"))
+        callbacks = [Checkpoint(tmp_path_shared / folder), schedule, log, *more]
+        try:
+            history = fit(
+                model,
+                data,
+                epochs=4,
+                batch_size=4,
+                trainer={"learning_rate_scaling": "linear"},
+                callbacks=callbacks,
+                **options,
+            )
+        finally:
+            if log.csv_file:
+                log.csv_file.close()
         return model, history.history["learning_rate"]
 
     expected, whole = train("whole")
     initial = 0.05 * world.size
     np.testing.assert_allclose(whole, initial * 0.5 ** np.arange(4), rtol=1e-6)
     with pytest.raises(Killed):
-        train("killed", KillAt(5))
+        train("killed", KillAt(7))  # of epoch 3 there is a line, and no checkpoint
+    (tmp_path_shared / "killed" / _files.name(3, 3, 0)).unlink(missing_ok=True)
+    world.barrier()
     model, rest = train("killed", resume="auto")
     assert rest == whole[2:]
     assert_same_state(world, model, expected)
+    logs = [tmp_path_shared / f"{folder}.csv" for folder in ("whole", "killed")]
+    assert logs[0].read_text() == logs[1].read_text()
+    assert len(logs[0].read_text().splitlines()) == 5
 
 
 class Seen(keras.metrics.Metric):

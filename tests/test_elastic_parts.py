@@ -17,8 +17,8 @@ from distkeras import data
 from distkeras._beginning import begin
 from distkeras._commits import Commit
 from distkeras._commits import Commits
+from distkeras._csv_logs import gone_on_with
 from distkeras._elastic import check_can_be_shared_out_anew
-from distkeras._elastic import logs_gone_on_with
 from distkeras._errors import CommunicatorError
 from distkeras._fit_arguments import FitArguments
 from distkeras._metric_states import combined_states
@@ -184,18 +184,21 @@ def test_history_is_that_of_all_epochs() -> None:
     assert whole.history == {"loss": [1.0, 2.0, 5.0, 6.0], "val_loss": [7.0]}
 
 
-def test_a_log_goes_on_where_the_commit_was(tmp_path: Path) -> None:
+def test_a_log_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
-    path.write_text("epoch,loss\n0,1.0\n1,0.")
-    commits = Commits(3)
-    commits.newest = commit(1, logs={str(path): 17})
+    text = "epoch,loss\n0,1.0\n1,0."
+    path.write_text(text)
     logger = keras.callbacks.CSVLogger(str(path))
-    with logs_gone_on_with(commits, [logger], 1):
+    held = {str(path): 17}
+    for mine, rank in (({}, 0), (held, 1), ({str(path): 100}, 0), (held, 0)):
+        assert path.read_text() == text
+        with gone_on_with(mine, [logger], rank):
+            assert logger.append == (mine != {} and rank == 0)
         assert not logger.append
-    with logs_gone_on_with(commits, [logger], 0):
-        assert logger.append
-        assert path.read_text() == "epoch,loss\n0,1.0\n"
-    assert not logger.append
+    assert path.read_text() == "epoch,loss\n0,1.0\n"
+    path.unlink()
+    with gone_on_with(held, [logger], 0):
+        assert logger.append and not path.exists()
 
 
 @pytest.mark.parametrize(
