@@ -41,11 +41,19 @@ class SmallChunks(MPICommunicator):
     chunk_bytes = 24
 
 
+class Apart(MPICommunicator):
+    """MPI takes ranks for alone, as under a launcher that tells it nothing."""
+
+    def _node_leader(self) -> int:
+        super()._node_leader()
+        return self._rank
+
+
 # MPI's need mpiexec: test_under_mpiexec.py runs them, at 1, 2 and 3 ranks.
 KINDS = ["single", "world"]
 if discover(os.environ) is not None:
     KINDS += ["mpi", "self", "chunks", "shared", "shared chunks", "shared slices"]
-    KINDS += ["nodes", "nodes of two", "nodes of one"]
+    KINDS += ["nodes", "nodes of two", "nodes of one", "apart", "nodes apart"]
 
 # By kind: chunks of few cache lines, and slices where each would do it all.
 SHARED = {
@@ -69,6 +77,11 @@ def communicator(
         from mpi4py import MPI
 
         made = MPICommunicator(MPI.COMM_SELF)
+    elif kind == "apart":
+        made = SharedMemoryCommunicator(Apart(), chunk_bytes=320)
+    elif kind == "nodes apart":
+        made = HierarchicalCommunicator(Apart(), chunk_bytes=4096)
+        assert made.node_sizes == (world.size,)
     elif kind in NODES:
         size = world.size
         nodes = {2: [r // 2 for r in range(size)], 1: [*range(size)], 0: None}

@@ -90,6 +90,17 @@ def test_allocation_of_slurm() -> None:
     assert [host.slots for host in found.hosts] == [None] * 3
 
 
+def test_tasks_of_one_node() -> None:
+    """What Slurm was told; a single task starts as many as there are GPUs."""
+    one = {"SLURM_JOB_NODELIST": "n1"}
+    for tasks, expected in (("3", 3), ("1", None), ("", None)):
+        environ = {**one, "SLURM_TASKS_PER_NODE": tasks}
+        assert _hosts.tasks_here(environ) == expected
+    several = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    assert _hosts.tasks_here(several) is None
+    assert _hosts.tasks_here({"SLURM_TASKS_PER_NODE": "3"}) is None
+
+
 def test_allocation_by_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a\na\nb\n")

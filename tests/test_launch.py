@@ -310,6 +310,11 @@ def test_default_size_is_one_rank_a_gpu_else_a_core(
     assert " -n 3 " in dry_run("--mpiexec", path, "train.py")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert f" -n {CORES} " in dry_run("--mpiexec", path, "-n", "auto", "train.py")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
+    assert f" -n {CORES} " in dry_run("--mpiexec", path, "train.py")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "5")
+    assert " -n 5 " in dry_run("--mpiexec", path, "train.py")
 
 
 # Errors of use

@@ -181,15 +181,7 @@ class HierarchicalCommunicator(ComposedCommunicator):
         if self._node_of_rank is not None:
             numbers = sorted(set(self._node_of_rank))
             return numbers.index(self._node_of_rank[self._host.rank])
-        from mpi4py import MPI
-
-        with self._host.calls("split"):
-            node = self._host.mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, self._host.rank)
-        mine, everyone = node.Get_group(), self._host.mpi_comm.Get_group()
-        first = int(mine.Translate_ranks([0], everyone)[0])
-        for handle in (mine, everyone, node):
-            handle.Free()
-        return first
+        return self._host.layout.node
 
     def _group(self, color: int, key: int) -> MPICommunicator:
         """Returns the communicator of the ranks of one color; collective."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from typing import Any
-from typing import NamedTuple
 from typing import NoReturn
 
 import numpy as np
@@ -26,6 +25,8 @@ from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
+from distkeras.communicators._layout import Layout
+from distkeras.communicators._layout import find_layout
 from distkeras.communicators._mpi_arithmetic import Arithmetic
 from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._mpi_library import world_ranks
@@ -33,14 +34,6 @@ from distkeras.communicators._waiting import Calls
 
 # Verbs whose first message tells them apart.
 _GATHERS = ("allgather", "allgather_object", "gather_object")
-
-
-class _Layout(NamedTuple):
-    """Where the ranks of a communicator sit; the same for all its duplicates."""
-
-    local_rank: int
-    local_size: int
-    hosts: tuple[str, ...]
 
 
 class MPICommunicator(Communicator):
@@ -82,16 +75,25 @@ class MPICommunicator(Communicator):
         self._size = int(self._comm.Get_size())
         self._arithmetic = Arithmetic(self._mpi, self._comm)
         self._calls = Calls(world_ranks(self._mpi, self._comm), parent)
-        self._layout = self._find_layout()
+        name = self._mpi.Get_processor_name()
+        self._layout = find_layout(
+            self._rank, self._node_leader(), name, self.allgather_object
+        )
 
-    def _find_layout(self) -> _Layout:
-        """Asks MPI which ranks share a node's memory, and for their names."""
+    def _node_leader(self) -> int:
+        """Returns the first of the ranks that MPI takes for this node's."""
         with self._calls("split"):
             node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self._rank)
-        local_rank, local_size = int(node.Get_rank()), int(node.Get_size())
-        node.Free()
-        hosts = self.allgather_object(self._mpi.Get_processor_name())
-        return _Layout(local_rank, local_size, tuple(hosts))
+        mine, everyone = node.Get_group(), self._comm.Get_group()
+        first = int(mine.Translate_ranks([0], everyone)[0])
+        for handle in (mine, everyone, node):
+            handle.Free()
+        return first
+
+    @property
+    def layout(self) -> Layout:
+        """Where the ranks sit."""
+        return self._layout
 
     @property
     def library(self) -> str:

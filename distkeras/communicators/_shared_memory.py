@@ -252,7 +252,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Returns a window, or `None` on all ranks if there is no room; collective."""
         reasons = self._fallback.allgather_object(lacking_room(size * self.size))
         lacking = next((reason for reason in reasons if reason is not None), None)
-        if lacking is None and _elastic.active():
+        known = self._host.layout.known_to_mpi
+        if lacking is None and (_elastic.active() or not known):
             with self._host.calls("window"):
                 return MappedWindow(self._host.mpi_comm, size)
         if lacking is None:

@@ -70,7 +70,10 @@ class SharedWindow:
 
 
 class MappedWindow:
-    """The same without MPI's windows, which do not outlive a rank that is lost.
+    """The same without MPI's windows.
+
+    Those do not outlive a rank that is lost, and are refused where MPI takes the ranks
+    of a node for far apart.
 
     The file has no name but while it is made. The memory is given back as soon as no
     process views it any more.

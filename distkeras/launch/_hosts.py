@@ -162,6 +162,28 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
+def tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Returns how many ranks Slurm was asked for, where its job has one node.
+
+    One task may be all that was asked for, to start the others itself: that is `None`,
+    as where Slurm has no part in it.
+
+    Args:
+        environ: environment variables.
+
+    Example:
+        >>> tasks_here({"SLURM_JOB_NODELIST": "n7", "SLURM_TASKS_PER_NODE": "3"})
+        3
+    """
+    if not (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")):
+        return None
+    given = allocation(environ)
+    if given is None or len(given.hosts) != 1:
+        return None
+    slots = total(given.hosts)
+    return slots if slots is not None and slots > 1 else None
+
+
 def expand_nodes(text: str) -> list[str]:
     """Expands Slurm's short form of node names.
 

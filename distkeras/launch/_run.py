@@ -174,8 +174,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
             metavar="N",
             type=_size,
             default="auto",
-            help="number of ranks; auto, the default: the slots of the hosts, else the "
-            "GPUs of this machine, or where it has none its physical cores",
+            help="number of ranks; auto, the default: the slots of the hosts or the "
+            "tasks of Slurm's job, else the GPUs of this machine, or where it has none "
+            "its physical cores",
         ),
         add(
             "-H",
@@ -277,7 +278,7 @@ def _sort(argv: Sequence[str], actions: Sequence[argparse.Action]) -> _Words:
 
 
 def default_size(hosts: Sequence[Host] = ()) -> int:
-    """Returns one rank a slot, else a GPU, else a core of this machine; says so.
+    """Returns one rank a slot, else a task, a GPU, a core of this machine; says so.
 
     Raises:
         LaunchError: the slots of a host are not known.
@@ -290,6 +291,8 @@ def default_size(hosts: Sequence[Host] = ()) -> int:
                 "GPUs of other hosts are not known here"
             )
         size, what = slots, "slots"
+    elif (tasks := _hosts.tasks_here(os.environ)) is not None:
+        size, what = tasks, "tasks of Slurm's job"
     else:
         gpus = len(_node.visible_gpus(os.environ))
         size = gpus or _node.usable_cores()
