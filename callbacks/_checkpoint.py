@@ -91,6 +91,11 @@ class Checkpoint(keras.callbacks.Callback):
             raise ValueError(
                 f"Expected `mode` to be 'auto', 'min' or 'max'. Received: {mode!r}"
             )
+        if {signal.SIGKILL, signal.SIGSTOP} & set(signals):
+            raise ValueError(
+                "Expected `signals` that a process can catch. Received: "
+                f"signals={signals!r}"
+            )
         self.directory = pathlib.Path(directory)
         self.every_steps = every_steps
         self.every_epochs = every_epochs

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 from typing import Literal
+from typing import get_args
 
 import keras
 from keras.src.trainers.data_adapters import array_slicing
@@ -18,12 +20,37 @@ _NOT_OF_KERAS = ("global_batch_size", "shard", "resume", "resized")
 _NOT_AGREED_ON = ("x", "y", "sample_weight", "class_weight", "callbacks", "verbose")
 
 
+def check_shard(shard: Any) -> None:
+    """Raises where an option is none, at one rank too, which has no use for it."""
+    if shard not in ("auto", True, False):
+        raise ValueError(f"Expected `shard` to be 'auto' or False. Received: {shard!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises where no order could be drawn by a seed."""
+    if seed is not None and (not isinstance(seed, Integral) or seed < 0):
+        raise ValueError(
+            f"Expected `seed` to be an integer from 0 up. Received: seed={seed!r}"
+        )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raises where what is no callback would fail within training."""
+    for callback in callbacks:
+        if isinstance(callback, type) or not hasattr(callback, "set_model"):
+            raise TypeError(
+                "Expected instances of `keras.callbacks.Callback`. Received: "
+                f"{callback!r} among the callbacks"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitArguments:
     """The arguments of `Trainer.fit`, by their names; callbacks are a plain list.
 
     Raises:
-        ValueError: if arguments contradict each other.
+        ValueError: if arguments contradict each other, or one has no meaning.
+        TypeError: if a callback is none.
     """
 
     x: Any
@@ -55,11 +82,24 @@ class FitArguments:
                 f"batch_size={self.batch_size}, "
                 f"global_batch_size={self.global_batch_size}"
             )
+        check_shard(self.shard)
+        if self.resized not in get_args(Resized):
+            raise ValueError(
+                "Expected `resized` to be 'keep_global_batch' or 'rescale'. Received: "
+                f"{self.resized!r}"
+            )
+        if not isinstance(self.resume, str | os.PathLike | None):
+            raise ValueError(
+                "Expected `resume` to be 'auto', the path of a checkpoint or None. "
+                f"Received: {self.resume!r}"
+            )
+        check_callbacks(self.callbacks)
 
     def for_keras(self) -> dict[str, Any]:
         """Returns the arguments of `keras.Model.fit`, where one process trains."""
         own = {name: v for name, v in vars(self).items() if name not in _NOT_OF_KERAS}
-        return {**own, "batch_size": self.batch_size or self.global_batch_size}
+        batch = self.global_batch_size if self.batch_size is None else self.batch_size
+        return {**own, "batch_size": batch}
 
     def to_agree_on(self) -> dict[str, Any]:
         """Returns what must be the same on all ranks, as far as it can be compared."""

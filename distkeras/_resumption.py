@@ -115,11 +115,6 @@ def find(
         CheckpointError: on every rank, if rank 0 finds no usable checkpoint where one
             was named.
     """
-    if resized not in ("keep_global_batch", "rescale"):
-        raise ValueError(
-            "Expected `resized` to be 'keep_global_batch' or 'rescale'. Received: "
-            f"{resized!r}"
-        )
     if resume is None:
         return None
     auto = resume == "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import keras
 
@@ -43,7 +44,7 @@ class Scaling:
     warmup_epochs: float
 
     def __post_init__(self) -> None:
-        if not self.warmup_epochs >= 0:
+        if not 0 <= self.warmup_epochs < math.inf:
             raise ValueError(
                 "`warmup_epochs` must be a number of epochs >= 0. Received: "
                 f"warmup_epochs={self.warmup_epochs}"

@@ -16,6 +16,8 @@ from distkeras._commits import Commits
 from distkeras._consensus import filter_callbacks
 from distkeras._elastic import survives
 from distkeras._fit_arguments import FitArguments
+from distkeras._fit_arguments import check_seed
+from distkeras._fit_arguments import check_shard
 from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
 from distkeras._report import Report
@@ -103,6 +105,7 @@ class Trainer:
         self.warmup_epochs = warmup_epochs
         scaling = Scaling(learning_rate_scaling, warmup_epochs)
         scaling.factor(self.communicator.size)  # raises early
+        check_seed(seed)
         self._seed = seed
         self._session = Session(
             model,
@@ -208,7 +211,7 @@ class Trainer:
             `resume` it is that of the epochs that this call has been through.
 
         Raises:
-            ValueError: if arguments contradict each other.
+            ValueError: if arguments contradict each other, or one has no meaning.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             ReplicaDriftError: on every rank, at the end of an epoch, if gradients
@@ -282,7 +285,11 @@ class Trainer:
 
         Returns:
             What Keras returns, the same on all ranks.
+
+        Raises:
+            ValueError: if an option has no meaning.
         """
+        check_shard(shard)
         if self.communicator.size == 1:
             return self.model.evaluate(
                 x,
@@ -331,7 +338,15 @@ class Trainer:
         Returns:
             The predictions for the whole of `x`, in its order; None on other ranks
             when `gather="rank0"`.
+
+        Raises:
+            ValueError: if an option has no meaning.
         """
+        check_shard(shard)
+        if gather not in ("all", "rank0"):
+            raise ValueError(
+                f"Expected `gather` to be 'all' or 'rank0'. Received: {gather!r}"
+            )
         if self.communicator.size == 1:
             return self.model.predict(
                 x,

@@ -157,7 +157,14 @@ def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "options", [{"every_steps": 0}, {"keep": 0}, {"every_epochs": 1.5}, {"mode": "up"}]
+    "options",
+    [
+        {"every_steps": 0},
+        {"keep": 0},
+        {"every_epochs": 1.5},
+        {"mode": "up"},
+        {"signals": (signal.SIGKILL,)},
+    ],
 )
 def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

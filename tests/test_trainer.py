@@ -187,8 +187,25 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         run.fit(x, y, batch_size=2, global_batch_size=4)
     with pytest.raises(TypeError, match="Expected a Keras model"):
         distkeras.Trainer("model")
-    with pytest.raises(ValueError, match="warmup_epochs=-1"):
-        distkeras.Trainer(build(OPTIMIZERS["adam"]), warmup_epochs=-1)
+    model = build(OPTIMIZERS["adam"])
+    for options, text in (
+        ({"warmup_epochs": -1}, "warmup_epochs=-1"),
+        ({"warmup_epochs": float("inf")}, "warmup_epochs=inf"),
+        ({"seed": -1}, "seed=-1"),
+        ({"learning_rate_scaling": "cubic"}, "cubic"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            distkeras.Trainer(model, **options)
+    for options in ({"resume": True}, {"resized": "no"}, {"shard": "no"}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(ValueError, match=f"`{name}` .* Received: {value!r}"):
+            run.fit(x, y, verbose=0, **options)
+    with pytest.raises(TypeError, match="EarlyStopping"):
+        run.fit(x, y, verbose=0, callbacks=[keras.callbacks.EarlyStopping])
+    with pytest.raises(ValueError, match="`gather` .* 'none'"):
+        run.predict(x, gather="none", verbose=0)
+    with pytest.raises(ValueError, match="`shard` .* 'none'"):
+        run.evaluate(x, y, shard="none", verbose=0)
 
 
 def test_ranks_that_were_called_differently(world: Communicator) -> None:
