@@ -219,6 +219,7 @@ def test_kinds_of_data_go_on_within_an_epoch(
     assert_same_state(world, model, expected)
 
 
+@pytest.mark.dealt
 def test_optimizers_of_the_models_own(
     world: Communicator, tmp_path_shared: Path
 ) -> None:

@@ -171,8 +171,16 @@ class Stop(keras.callbacks.Callback):
             raise InterruptedError
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize(
-    ("kind", "error"), [*((kind, False) for kind in ACCUMULATING), ("adam", True)]
+    ("kind", "error"),
+    [
+        ("adam", False),
+        pytest.param("adam", True, marks=pytest.mark.soak),
+        pytest.param("scaled", False, marks=pytest.mark.soak),
+        pytest.param("members", False, marks=pytest.mark.soak),
+        ("own rhythms", False),
+    ],
 )
 def test_gradients_that_a_fit_leaves_to_the_next(
     world: Communicator, tmp_path_shared: Path, kind: str, error: bool
@@ -198,6 +206,7 @@ def test_gradients_that_a_fit_leaves_to_the_next(
         assert_equal_weights(each, single)
 
 
+@pytest.mark.dealt
 def test_validation_after_a_fit_that_failed(world: Communicator) -> None:
     """Keras would go on with the data of the earlier call."""
     x, y = samples(8 * world.size)
@@ -232,6 +241,7 @@ def test_optimizer_that_overrides_apply_gradients(world: Communicator) -> None:
     assert_equal_weights(model, single)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("loss", [None, "mse"])
 def test_compiled_again_with_the_same_optimizer(
     world: Communicator, loss: str | None
@@ -313,6 +323,7 @@ def test_callback_that_evaluates_the_model_itself(world: Communicator) -> None:
     assert callback.results["count"] == 24
 
 
+@pytest.mark.dealt
 def test_predict_before_fit_of_a_model_with_metrics(world: Communicator) -> None:
     """Metrics were to be built of targets that there are none of."""
     x, y = samples(6 * world.size)

@@ -315,6 +315,7 @@ def test_warmup_epochs(world: Communicator) -> None:
     assert rates == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("kind", ["generator", "tf.data"])
 def test_warmup_epochs_of_so_many_steps(world: Communicator, kind: str) -> None:
     """A generator was refused, and a pass over a dataset was taken for an epoch."""
@@ -338,6 +339,7 @@ def test_warmup_epochs_of_so_many_steps(world: Communicator, kind: str) -> None:
     assert rates == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.dealt
 @pytest.mark.parametrize("kept", [False, True], ids=["", "checkpoint"])
 def test_warmup_callback_of_a_later_fit(
     world: Communicator, tmp_path: Path, kept: bool
