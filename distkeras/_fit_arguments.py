@@ -22,7 +22,8 @@ _NOT_AGREED_ON = ("x", "y", "sample_weight", "class_weight", "callbacks", "verbo
 
 def check_shard(shard: Any) -> None:
     """Raises where an option is none, at one rank too, which has no use for it."""
-    if shard not in ("auto", True, False):
+    # Not by equality: 0, or False of NumPy's, would be taken for "auto".
+    if shard is not True and shard is not False and shard != "auto":
         raise ValueError(f"Expected `shard` to be 'auto' or False. Received: {shard!r}")
 
 
