@@ -442,6 +442,8 @@ def test_a_call_of_one_rank_alone_is_an_error_of_all(
         others = "ranks" if world.size > 2 else "rank"
         assert "rank 0 in allgather (call " in str(info.value)
         assert f"{others} 1" in str(info.value)
+        assert str(info.value).count("test_watchdog.py:") == 2  # where each stands
+    assert len(set(world.allgather_object(str(info.value)))) == 1
     communicator.mpi_comm.Free()
     communicator.calls.close()
 

@@ -8,6 +8,7 @@ in one call may differ in kind or length: they find out before they exchange it.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any
 from typing import NoReturn
@@ -30,7 +31,10 @@ from distkeras.communicators._layout import find_layout
 from distkeras.communicators._mpi_arithmetic import Arithmetic
 from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._mpi_library import world_ranks
+from distkeras.communicators._stacks import where
 from distkeras.communicators._waiting import Calls
+
+_PLACE_BYTES = 256
 
 # Verbs whose first message tells them apart.
 _GATHERS = ("allgather", "allgather_object", "gather_object")
@@ -340,12 +344,24 @@ class MPICommunicator(Communicator):
                 self._comm.Recv(piece, source=rank)
         return parts
 
+    def _places(self) -> list[str]:
+        """Returns where every rank's script stands, by rank; collective."""
+        mine = where(threading.get_ident()).encode()[-_PLACE_BYTES:]
+        padded = np.frombuffer(mine.ljust(_PLACE_BYTES, b"\0"), np.uint8)
+        everyone = np.empty((self._size, _PLACE_BYTES), np.uint8)
+        self._comm.Allgather(padded, everyone)
+        return [
+            row.tobytes().rstrip(b"\0").decode(errors="replace") for row in everyone
+        ]
+
     def _raise_different(self, calls: list[tuple[int, int]]) -> NoReturn:
         """Raises, on every rank alike, as ranks are in different collectives."""
         held: dict[str, list[int]] = {}
-        for rank, (number, kind) in enumerate(calls):
-            verb = _GATHERS[kind]
-            held.setdefault(f"{verb} (call {number})", []).append(rank)
+        for rank, ((number, kind), place) in enumerate(
+            zip(calls, self._places(), strict=True)
+        ):
+            what = f"{_GATHERS[kind]} (call {number}) at {place}"
+            held.setdefault(what, []).append(rank)
         lines = "; ".join(f"{name_ranks(r)} in {what}" for what, r in held.items())
         raise CommunicatorError(
             "Expected all ranks to make the same calls in the same order. Received: "
