@@ -339,7 +339,7 @@ def test_step_with_two_optimizers(
         model.build((None, 6))
         model.compile(
             keras.optimizers.SGD(0.1, gradient_accumulation_steps=first),
-            keras.optimizers.Adam(0.03, gradient_accumulation_steps=second),
+            keras.optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=second),
         )
         return model
 
