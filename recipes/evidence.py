@@ -64,21 +64,28 @@ class Outcome:
         accuracies: of the validation images after the last epoch, from 0 to 1.
         losses: likewise.
         seconds: of training.
+        sent: bytes a step that each rank sends.
     """
 
     accuracies: list[float]
     losses: list[float]
     seconds: list[float]
+    sent: list[float]
 
 
 _SAME, _NO_WARMUP = ("--scaling", "none"), ("--warmup-epochs", "0")
-_SCALED = "scaled: batch, rate, warm-up"
+SCALED = "scaled: batch, rate, warm-up"
+_FLOAT16, _BFLOAT16 = ("--compression", "float16"), ("--compression", "bfloat16")
+COMPRESSED = "scaled, compressed"
 ROWS = (
     Row("one process", 1),
     Row("same global batch", 2, 16, _SAME),
     Row("same global batch", 4, 8, _SAME),
-    Row(_SCALED, 2),
-    Row(_SCALED, 4),
+    Row(SCALED, 2),
+    Row(SCALED, 4),
+    Row(COMPRESSED, 2, options=_FLOAT16),
+    Row(COMPRESSED, 2, options=_BFLOAT16),
+    Row(COMPRESSED, 2, options=(*_FLOAT16, "--error-feedback")),
     Row("without warm-up", 2, options=_NO_WARMUP),
     Row("without warm-up", 4, options=_NO_WARMUP),
     Row("rate not scaled", 2, options=_SAME),
@@ -100,7 +107,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, default=Path("runs/evidence"), help="(%(default)s)")
     add("--seeds", type=int, default=3, help="runs of each row (%(default)s)")
-    add("--ranks", type=int, default=4, help="leave out rows with more (%(default)s)")
+    add(
+        *("--ranks",),
+        type=int,
+        default=4,
+        help="leave out rows with more; at least 2 (%(default)s)",
+    )
     add("--steps", type=int, help="end each run after so many updates: to try it out")
     add("--write", type=Path, metavar="FILE", help="put the table between its marks")
     args = parser.parse_args(argv)
@@ -118,12 +130,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(
     row: Row, seed: int, output: Path, more: Sequence[str]
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float]:
     """Runs one command, unless its results are there.
 
     Returns:
-        Accuracy and loss of the validation images after the last epoch, and the
-        seconds of training.
+        Accuracy and loss of the validation images after the last epoch, the seconds
+        of training, and the bytes that each rank sent in a step.
     """
     words = [*row.words, "--seed", str(seed), *more]
     named = words[words.index(MODULE) + 1 :]
@@ -139,7 +151,8 @@ def run(
         raise RuntimeError(f"Expected the recipe's last line in {said}; remove it.")
     with (folder / "history.csv").open(newline="") as file:
         last = list(csv.DictReader(file))[-1]
-    return float(last["val_accuracy"]), float(last["val_loss"]), float(match[1])
+    accuracy, loss = float(last["val_accuracy"]), float(last["val_loss"])
+    return accuracy, loss, float(match[1]), bytes_sent(folder)
 
 
 def bytes_sent(folder: Path) -> float:
@@ -159,8 +172,8 @@ def bytes_sent(folder: Path) -> float:
 
 def table(outcomes: dict[Row, Outcome]) -> str:
     """Returns the table, in Markdown."""
-    head = "what, ranks, global batch, learning rate, accuracy, loss, seconds, command"
-    lines = [f"| {head.replace(', ', ' | ')} |", "| --- " * 8 + "|"]
+    head = "what, ranks, global batch, learning rate, accuracy, loss, seconds, kB sent"
+    lines = [f"| {head.replace(', ', ' | ')} | command |", "| --- " * 9 + "|"]
     for row, outcome in outcomes.items():
         cells = (
             row.what,
@@ -170,6 +183,7 @@ def table(outcomes: dict[Row, Outcome]) -> str:
             _spread(outcome.accuracies),
             _spread(outcome.losses),
             f"{statistics.mean(outcome.seconds):.0f}",
+            f"{statistics.mean(outcome.sent) / 1e3:.0f}",
             f"`distkeras {' '.join(row.words)}`",
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -177,16 +191,37 @@ def table(outcomes: dict[Row, Outcome]) -> str:
 
 
 def comparison(outcomes: dict[Row, Outcome]) -> str:
-    """Returns one sentence: how far scaled runs are from one process, in its noise."""
-    means = {row: statistics.mean(o.accuracies) for row, o in outcomes.items()}
-    alone = next(row for row in outcomes if row.ranks == 1)
-    scaled = [row for row in outcomes if row.what == _SCALED]
-    far = max(abs(means[row] - means[alone]) for row in scaled)
+    """Says how far scaled runs are from one process, and compressed ones from others.
+
+    Each in the noise of what it is compared with.
+    """
+    alone = _found(outcomes, "one process", 1)
+    scaled = [o for row, o in outcomes.items() if row.what == SCALED]
+    far = max(abs(_difference(outcome, alone)) for outcome in scaled)
+    exact = _found(outcomes, SCALED, 2)
+    compressed = [o for row, o in outcomes.items() if row.what == COMPRESSED]
+    farther = max(abs(_difference(outcome, exact)) for outcome in compressed)
+    share = max(map(sum, (o.sent for o in compressed))) / sum(exact.sent)
     return (
         "With batch and rate scaled and a warm-up, mean accuracy differs from that of "
         f"one process by {far:.4f} at most; the standard deviation of one process is "
-        f"{_deviation(outcomes[alone].accuracies):.4f}."
+        f"{_deviation(alone.accuracies):.4f}.\n\n"
+        f"Compressed to {share:.0%} of the bytes, mean accuracy differs from that of "
+        f"the same training without compression by {farther:.4f} at most; the "
+        f"standard deviation without is {_deviation(exact.accuracies):.4f}."
     )
+
+
+def _found(outcomes: dict[Row, Outcome], what: str, ranks: int) -> Outcome:
+    return next(
+        outcome
+        for row, outcome in outcomes.items()
+        if (row.what, row.ranks) == (what, ranks)
+    )
+
+
+def _difference(one: Outcome, other: Outcome) -> float:
+    return statistics.mean(one.accuracies) - statistics.mean(other.accuracies)
 
 
 def _deviation(values: list[float]) -> float:
