@@ -106,12 +106,8 @@ class TensorFlowExchange:
             may_be_exhausted: whether a step may come in which no rank has an
                 example left; then nothing is applied.
         """
-        if not optimizer.built and accumulation_steps(optimizer, variables):
-            raise ValueError(
-                "Expected an optimizer that accumulates gradients to be built before "
-                f"it is used on several ranks. Received: '{optimizer.name}'. Call "
-                "`optimizer.build(variables)` where the model is built."
-            )
+        if not optimizer.built:  # `apply` does so too, but accumulators are read before
+            optimizer.build(list(variables))
         reduced, examples = self.reduce(optimizer, gradients, variables)
 
         def update() -> tf.Tensor:
