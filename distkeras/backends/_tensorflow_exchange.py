@@ -61,6 +61,7 @@ class TensorFlowExchange:
         self._hand_over = hand_over
         self.norm: GradientNorm | None = None
         self.examples: tf.Tensor | None = None
+        self._newest: list[tf.Tensor] = []
         self._arrived: tf.Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> TensorFlowExchange:
@@ -137,13 +138,26 @@ class TensorFlowExchange:
         plan = self._plan(gradients, variables)
         kept = [variables[i] for i in present]
         mine = [gradients[i] for i in present]
-        reduced, examples = self._reduce(plan, optimizer, mine, present, kept)
+        with tf.control_dependencies(self._previous()):
+            reduced, examples = self._reduce(plan, optimizer, mine, present, kept)
+        self._newest = [examples, *(g for g in reduced[:1] if tf.is_tensor(g))]
         result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
         if self.norm is not None:
             self.norm.note(optimizer, result, variables, examples)
         return result, examples
+
+    def _previous(self) -> list[tf.Tensor]:
+        """Returns what the exchange before this one ends with, in the same graph.
+
+        All ranks must make their calls in one order, and TensorFlow knows none between
+        those of two optimizers where one of them stands in a branch (accumulation).
+        """
+        if tf.executing_eagerly():
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        return [t for t in self._newest if getattr(t, "graph", None) is graph]
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
         return self.exchange.plan(
