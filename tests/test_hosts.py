@@ -94,9 +94,13 @@ def test_tasks_of_one_node() -> None:
     """What Slurm was told; a single task starts as many as there are GPUs."""
     one = {"SLURM_JOB_NODELIST": "n1"}
     for tasks, expected in (("3", 3), ("1", None), ("", None)):
-        environ = {**one, "SLURM_TASKS_PER_NODE": tasks}
+        environ = {**one, "SLURM_TASKS_PER_NODE": tasks, "SLURM_NTASKS": tasks}
         assert _hosts.tasks_here(environ) == expected
+    counted = {**one, "SLURM_TASKS_PER_NODE": "128"}  # processors of a whole node
+    assert _hosts.tasks_here(counted) is None
+    assert _hosts.tasks_here({**counted, "SLURM_NTASKS_PER_NODE": "128"}) == 128
     several = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    several["SLURM_NTASKS"] = "4"
     assert _hosts.tasks_here(several) is None
     assert _hosts.tasks_here({"SLURM_TASKS_PER_NODE": "3"}) is None
 

@@ -314,6 +314,8 @@ def test_default_size_is_one_rank_a_gpu_else_a_core(
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1")
     assert f" -n {CORES} " in dry_run("--mpiexec", path, "train.py")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "5")
+    assert f" -n {CORES} " in dry_run("--mpiexec", path, "train.py")
+    monkeypatch.setenv("SLURM_NTASKS", "5")
     assert " -n 5 " in dry_run("--mpiexec", path, "train.py")
 
 

@@ -9,7 +9,7 @@ from distkeras.communicators._layout import Layout
 from distkeras.communicators._layout import Place
 from distkeras.communicators._layout import find_layout
 
-HERE, THERE = ("boot", 25), ("other boot", 25)
+HERE, THERE = ("boot", 25, 1), ("other boot", 25, 1)
 
 
 def layouts(*places: Place) -> list[Layout]:
@@ -46,7 +46,8 @@ def test_ranks_that_mpi_takes_for_alone() -> None:
     [
         Place(1, "b", HERE),  # hosts made of network namespaces
         Place(1, "a", THERE),  # two machines of one name
-        Place(1, "a", ("boot", 26)),  # a container with shared memory of its own
+        Place(1, "a", ("boot", 26, 1)),  # a container with shared memory of its own
+        Place(1, "a", ("boot", 25, 2)),  # the same, a folder of one file system
         Place(1, "a", None),  # nothing to tell by
     ],
 )

@@ -23,6 +23,7 @@ from distkeras.communicators import _rendezvous
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
+from distkeras.communicators._futex import Futex
 from distkeras.communicators._futex import find_futex
 from distkeras.communicators._rendezvous import ARRIVED
 from distkeras.communicators._rendezvous import HEADER_BYTES
@@ -119,10 +120,12 @@ def test_deaths_in_other_containers_are_not_guessed() -> None:
     rendezvous.release()
 
 
-@pytest.mark.parametrize("futex", (True, False))
-def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: bool) -> None:
+@pytest.mark.parametrize("futex", ("there", "refused", "missing"))
+def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: str) -> None:
     """Woken, not by the end of a nap; or, where nobody can be woken, by that."""
-    if not futex:
+    if futex == "refused":
+        monkeypatch.setattr(Futex, "wait", lambda *_: False)
+    if futex == "missing":
         monkeypatch.setattr(_rendezvous, "find_futex", lambda words: None)
     elif find_futex(memoryview(bytearray(8)).cast("q")) is None:
         pytest.skip("the system has no futex")
@@ -157,6 +160,9 @@ def test_a_futex_looks_before_it_sleeps() -> None:
     futex.wait(3, 1 << 32 | 7, 0.05)
     assert 0.04 < time.monotonic() - start < 10
     futex.wake(3)  # nobody sleeps
+    assert futex.wait(3, 0, 1)
+    futex._start = 0
+    assert not futex.wait(3, 0, 1)  # nothing is there
     words.release()  # nothing holds the memory
 
 

@@ -31,6 +31,9 @@ from distkeras.gradients import Rows
 from distkeras.gradients import canonical_path
 from distkeras.gradients import nonzero_rows
 
+# Attribute of a graph: what each exchange in it ends with.
+_NEWEST = "_distkeras_newest"
+
 
 class TensorFlowExchange:
     """Reduces gradient tensors over ranks, inside or outside a `tf.function`.
@@ -61,7 +64,6 @@ class TensorFlowExchange:
         self._hand_over = hand_over
         self.norm: GradientNorm | None = None
         self.examples: tf.Tensor | None = None
-        self._newest: list[tf.Tensor] = []
         self._arrived: tf.Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> TensorFlowExchange:
@@ -140,7 +142,7 @@ class TensorFlowExchange:
         mine = [gradients[i] for i in present]
         with tf.control_dependencies(self._previous()):
             reduced, examples = self._reduce(plan, optimizer, mine, present, kept)
-        self._newest = [examples, *(g for g in reduced[:1] if tf.is_tensor(g))]
+        self._note(examples, *(g for g in reduced[:1] if tf.is_tensor(g)))
         result: list[Any] = [None] * len(gradients)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
@@ -156,8 +158,15 @@ class TensorFlowExchange:
         """
         if tf.executing_eagerly():
             return []
-        graph = tf.compat.v1.get_default_graph()
-        return [t for t in self._newest if getattr(t, "graph", None) is graph]
+        newest = getattr(tf.compat.v1.get_default_graph(), _NEWEST, {})
+        return list(newest.get(id(self), ()))
+
+    def _note(self, *tensors: tf.Tensor) -> None:
+        """Keeps what this exchange ends with, on the graph: it ends with that."""
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            newest = getattr(graph, _NEWEST, {})
+            setattr(graph, _NEWEST, {**newest, id(self): tensors})
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
         return self.exchange.plan(

@@ -19,6 +19,7 @@ import numpy as np
 # Of the system call, by processor; only such that keep the low half first.
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221}
 _WAIT, _WAKE = 0, 1
+_EXPECTED = (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 _ALL = 2**31 - 1
 
 
@@ -38,7 +39,7 @@ class Futex:
         self._call = call
         self._start = np.frombuffer(words, np.uint8).ctypes.data
 
-    def wait(self, word: int, seen: int, seconds: float) -> None:
+    def wait(self, word: int, seen: int, seconds: float) -> bool:
         """Sleeps until `wake` is called for a word.
 
         Args:
@@ -46,10 +47,14 @@ class Futex:
             seen: what it held; if it holds something else, this returns at once.
             seconds: at most; it may be much less. Whoever calls this looks at the word
                 afterwards.
+
+        Returns:
+            Whether the system can do this with that memory.
         """
         time = _Time(int(seconds), int(seconds % 1 * 1e9))
         half = ctypes.c_int(seen & 0xFFFFFFFF)
-        self._call(self._start + 8 * word, _WAIT, half, ctypes.byref(time))
+        code = self._call(self._start + 8 * word, _WAIT, half, ctypes.byref(time))
+        return code != -1 or ctypes.get_errno() in _EXPECTED
 
     def wake(self, word: int) -> None:
         """Wakes all that sleep for a word."""

@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     leader: int
     host: str
-    system: tuple[str, int] | None
+    system: tuple[str, int, int] | None
 
 
 def find_layout(
@@ -91,9 +91,10 @@ def _nodes(places: Sequence[Place]) -> list[int]:
     return by_system if agrees else by_mpi
 
 
-def _system() -> tuple[str, int] | None:
-    """Returns this boot of this machine, and the file system of shared memory."""
+def _system() -> tuple[str, int, int] | None:
+    """Returns this boot of this machine, and the folder of shared memory."""
     try:
-        return _BOOT.read_text().strip(), os.stat(_SHARED).st_dev
+        folder = os.stat(_SHARED)
+        return _BOOT.read_text().strip(), folder.st_dev, folder.st_ino
     except OSError:
         return None

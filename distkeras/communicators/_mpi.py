@@ -346,7 +346,7 @@ class MPICommunicator(Communicator):
 
     def _places(self) -> list[str]:
         """Returns where every rank's script stands, by rank; collective."""
-        mine = where(threading.get_ident()).encode()[-_PLACE_BYTES:]
+        mine = where(threading.get_ident()).encode(errors="replace")[-_PLACE_BYTES:]
         padded = np.frombuffer(mine.ljust(_PLACE_BYTES, b"\0"), np.uint8)
         everyone = np.empty((self._size, _PLACE_BYTES), np.uint8)
         self._comm.Allgather(padded, everyone)

@@ -285,7 +285,8 @@ class Rendezvous:
                 for rank, words in missing:
                     self._check_alive(rank, words, word, step)
             if self._futex is not None:
-                self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX)
+                if not self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX):
+                    self._futex = None  # not with this memory
                 continue
             # What is overslept is a small part of what was waited anyway.
             pause = (now - start) / 16

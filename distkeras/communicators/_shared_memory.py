@@ -317,6 +317,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             return
         self._closed = True
         self._reductions.clear()
+        self._slots = []
         node, self._node = self._node, None
         if node is not None:
             node.rendezvous.release()

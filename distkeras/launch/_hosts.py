@@ -23,6 +23,10 @@ _HOSTFILES = {
 }
 
 
+# Which of Slurm's variables are there only where a number of tasks was asked for.
+_ASKED = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE")
+
+
 class Host(NamedTuple):
     """A machine that runs ranks.
 
@@ -166,16 +170,20 @@ def tasks_here(environ: Mapping[str, str]) -> int | None:
     """Returns how many ranks Slurm was asked for, where its job has one node.
 
     One task may be all that was asked for, to start the others itself: that is `None`,
-    as where Slurm has no part in it.
+    as where no number of tasks was asked for (Slurm then counts processors), and where
+    Slurm has no part in it.
 
     Args:
         environ: environment variables.
 
     Example:
-        >>> tasks_here({"SLURM_JOB_NODELIST": "n7", "SLURM_TASKS_PER_NODE": "3"})
-        3
+        >>> slurm = {"SLURM_JOB_NODELIST": "n7", "SLURM_TASKS_PER_NODE": "3"}
+        >>> tasks_here(slurm), tasks_here({**slurm, "SLURM_NTASKS": "3"})
+        (None, 3)
     """
     if not (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")):
+        return None
+    if not any(environ.get(name) for name in _ASKED):
         return None
     given = allocation(environ)
     if given is None or len(given.hosts) != 1:
