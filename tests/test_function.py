@@ -291,7 +291,7 @@ def test_the_end_of_the_caller_ends_the_ranks(
     )
     pids = wait_for_pids(tmp_path, 2)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=30)
     if number == signal.SIGINT:
         assert (out, process.returncode) == ("interrupted\n", 0)
         assert not list(tmp_path.glob("distkeras-run-*"))
