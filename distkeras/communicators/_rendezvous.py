@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from typing import NoReturn
 
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import _elastic
+from distkeras.communicators._futex import Futex
 from distkeras.communicators._futex import find_futex
 from distkeras.communicators._steps import Label
 from distkeras.communicators._steps import Steps
@@ -147,7 +147,8 @@ class Rendezvous:
         self._mine = words[rank]
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
         self._futex = find_futex(self._mine)
-        self._sleepers = [(w, find_futex(w)) for _, w in self._others]
+        found = [(w, find_futex(w)) for _, w in self._others]
+        self._sleepers = [(w, futex) for w, futex in found if futex is not None]
         self._processes = processes
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
@@ -178,7 +179,7 @@ class Rendezvous:
         """
         self._fence()
         self._mine[word] = step
-        if self._futex is not None:
+        if self._sleepers:
             self._fence()  # the number is written before it is seen who sleeps
             for words, futex in self._sleepers:
                 if words[_ASLEEP]:
@@ -241,7 +242,7 @@ class Rendezvous:
             )
         )
 
-    def _wake(self, words: memoryview, futex: Any, word: int, step: int) -> None:
+    def _wake(self, words: memoryview, futex: Futex, word: int, step: int) -> None:
         """Wakes a rank, if it waits for no other than this one.
 
         Of two ranks that come last at the same time one at least sees the other's
