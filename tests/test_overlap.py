@@ -42,7 +42,7 @@ class Waiting(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         def wait(gradient: np.ndarray) -> np.ndarray:
-            self.found.append(self.exchange.first_is_back.wait(10))
+            self.found.append(self.exchange.first_is_back.wait(5))
             return gradient
 
         @tf.custom_gradient
@@ -73,6 +73,13 @@ def test_first_bucket_is_back_before_the_backward_pass_ends(
     backend = backends.current()
     model._symbolic_build(data_batch=next(iter(batches)))
     function = backend.train_function(model, backend.exchange(exchange), uneven=uneven)
-    function(iter(batches))
+    # TensorFlow's executor may hand both calls to one thread, the waiting one first:
+    # such a step says nothing. Where the exchange needed the gradient that waits,
+    # every step would be so.
+    for _ in range(5):
+        exchange.first_is_back.clear()
+        function(iter(batches))
+        if all(world.allgather_object(waiting.found[-1])):
+            break
     exchange.close()
-    assert waiting.found == [True]
+    assert waiting.found[-1]
