@@ -39,7 +39,6 @@ _MOST_SPINS = 512  # about 30 microseconds
 _FEWEST_SPINS = 16
 _YIELDS = 700  # about half a millisecond
 _YIELDS_BEFORE_FUTEX = 200
-_FEWEST_YIELDS = 4
 _LONGEST_SLEEP = 1e-3  # seconds
 _LONGEST_FUTEX = 5e-3
 _SHORTEST_SLEEP = 2e-5
@@ -158,12 +157,7 @@ class Rendezvous:
             _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
         )
         self._spins = self._most_spins
-        if self._futex is None:
-            self._yields = _YIELDS
-        elif self._most_spins == _MOST_SPINS:
-            self._yields = _YIELDS_BEFORE_FUTEX
-        else:
-            self._yields = _FEWEST_YIELDS
+        self._yields = _YIELDS if self._futex is None else _YIELDS_BEFORE_FUTEX
         # Numbers of processes mean something only in one and the same numbering.
         self._can_look = len({p.namespace for p in processes}) == 1
 
