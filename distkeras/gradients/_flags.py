@@ -59,7 +59,7 @@ class StepFlags:
         head[_STOP] = self._stop_requested
 
     def read(self, head: np.ndarray) -> None:
-        """Takes over the sums of what all ranks wrote; each message of a step may."""
+        """Takes over the sums of what all ranks wrote, of any message of the step."""
         self.examples = float(head[_EXAMPLES])
         if not self._counted:
             self._channel.counters.examples += self.examples
