@@ -1,9 +1,10 @@
 """Gradients that have been added up for an update that is still to come.
 
 While ranks train, each holds a part of its own: the parts of all ranks add up to what
-one process would hold (see `TensorFlowExchange._accumulate`). Whole gradients are those
-of one process. They belong in files, and are what ranks begin with that have loaded
-one; so parts are made whole where training ends, and parted again where it begins.
+one process would hold (see `backends/_tensorflow_accumulation.py`). Whole gradients
+are those of one process. They belong in files, and are what ranks begin with that have
+loaded one; so parts are made whole where training ends, and parted again where it
+begins.
 
 Scales that overwrite their variable (float8) are not added up: of them the largest
 counts, so that all ranks may hold the whole.

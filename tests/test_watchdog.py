@@ -28,9 +28,9 @@ from distkeras.communicators import _processes
 from distkeras.communicators import _stacks
 from distkeras.communicators import _stall
 from distkeras.communicators import _waiting
-from distkeras.communicators import _watchdog
 from distkeras.communicators._stall import State
 from distkeras.communicators._stall import Wait
+from distkeras.communicators._timeout import read_timeout
 from distkeras.communicators._waiting import Call
 from distkeras.communicators._waiting import Calls
 
@@ -322,13 +322,13 @@ def test_timeout_of_the_argument_and_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DISTKERAS_TIMEOUT", raising=False)
-    assert _watchdog.read_timeout(None) == 600
+    assert read_timeout(None) == 600
     monkeypatch.setenv("DISTKERAS_TIMEOUT", "1.5")
-    assert _watchdog.read_timeout(None) == 1.5
-    assert _watchdog.read_timeout(0) == 0
+    assert read_timeout(None) == 1.5
+    assert read_timeout(0) == 0
     monkeypatch.setenv("DISTKERAS_TIMEOUT", "10m")
     with pytest.raises(CommunicatorError, match="Expected DISTKERAS_TIMEOUT.*'10m'"):
-        _watchdog.read_timeout(None)
+        read_timeout(None)
     for wrong in (-1, float("nan"), float("inf")):
         with pytest.raises(CommunicatorError, match="Expected timeout to be"):
             distkeras.init(timeout=wrong)

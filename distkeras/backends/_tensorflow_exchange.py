@@ -1,8 +1,9 @@
 """TensorFlow's half of the exchange: from gradient tensors to reduced ones.
 
 On the host one call per bucket hands NumPy views of the gradients to
-`GradientExchange`; nothing is concatenated in the graph, the only copy is the one
-into the fusion buffer. Sparse gradients (`tf.IndexedSlices`) stay sparse.
+`GradientExchange` (`_tensorflow_host.py`); nothing is concatenated in the graph, the
+only copy is the one into the fusion buffer. Sparse gradients (`tf.IndexedSlices`) stay
+sparse. Here is their order, the same on all ranks, and what optimizers ask of them.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from distkeras.backends._optimizers import accumulating_optimizers
+from distkeras.backends import _tensorflow_host
 from distkeras.backends._optimizers import accumulation_steps
-from distkeras.backends._optimizers import gradient_scale
 from distkeras.backends._optimizers import indifferent_to_duplicates
+from distkeras.backends._tensorflow_accumulation import accumulate
 from distkeras.backends._tensorflow_device import DeviceHandOver
 from distkeras.backends._tensorflow_device import allreduce_on_device
 from distkeras.backends._tensorflow_norm import GradientNorm
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
-from distkeras.gradients import Rows
 from distkeras.gradients import canonical_path
-from distkeras.gradients import nonzero_rows
 
 # Attribute of a graph: what each exchange in it ends with.
 _NEWEST = "_distkeras_newest"
@@ -192,7 +190,26 @@ class TensorFlowExchange:
             return reduced, examples
         # As in Keras, whose accumulators are dense.
         dense = [tf.convert_to_tensor(g) for g in gradients]
-        return self._accumulate(plan, optimizer, dense, present, variables, count)
+        largest = [plan.gradients[index].reduction == "max" for index in present]
+
+        def exchange_counts(nonfinite: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return _tensorflow_host.reduce_counts(
+                self.exchange, count, self._when, nonfinite
+            )
+
+        def allreduce(sums: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+            one = tf.constant(1.0, tf.float64)
+            return self._allreduce(plan, sums, present, one, True)
+
+        return accumulate(
+            optimizer,
+            dense,
+            variables,
+            largest,
+            count,
+            exchange_counts=exchange_counts,
+            allreduce=allreduce,
+        )
 
     def _allreduce(
         self,
@@ -211,7 +228,9 @@ class TensorFlowExchange:
                 gradients,
                 present,
                 count,
-                lambda number, bucket: self._on_host(plan, number, bucket, count)[1],
+                lambda number, bucket: _tensorflow_host.reduce_bucket(
+                    self.exchange, plan, number, bucket, count, self._when
+                )[1],
             )
         position = {index: i for i, index in enumerate(present)}
         reduced: list[Any] = list(gradients)
@@ -220,8 +239,9 @@ class TensorFlowExchange:
         for number, bucket in enumerate(plan.buckets):
             where = [position[place.index] for place in bucket.placements]
             with tf.control_dependencies(after):
-                examples, outputs = self._on_host(
-                    plan, number, [gradients[i] for i in where], count
+                bucketed = [gradients[i] for i in where]
+                examples, outputs = _tensorflow_host.reduce_bucket(
+                    self.exchange, plan, number, bucketed, count, self._when
                 )
             # One order on all ranks, so that messages match without negotiation.
             after = [examples]
@@ -230,131 +250,12 @@ class TensorFlowExchange:
         if plan.sparse:
             where = [position[index] for index in plan.sparse]
             with tf.control_dependencies(after):
-                examples, rows = self._exchange_rows(
-                    plan, [gradients[i] for i in where], count, merge
+                sparse = [gradients[i] for i in where]
+                examples, rows = _tensorflow_host.reduce_rows(
+                    self.exchange, plan, sparse, count, self._when, merge=merge
                 )
             for i, output in zip(where, rows, strict=True):
                 reduced[i] = output
-        return reduced, examples
-
-    def _on_host(
-        self, plan: Plan, number: int, gradients: list[tf.Tensor], count: tf.Tensor
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Exchanges one bucket by a call on the host."""
-        examples, *outputs = tf.numpy_function(
-            _host_call(self.exchange, plan, number),
-            [count, self._when, *gradients],
-            [tf.float64, *(gradient.dtype for gradient in gradients)],
-        )
-        examples.set_shape(())
-        for gradient, output in zip(gradients, outputs, strict=True):
-            output.set_shape(gradient.shape)
-        return examples, outputs
-
-    def _exchange_rows(
-        self, plan: Plan, gradients: list[Any], count: tf.Tensor, merge: bool
-    ) -> tuple[tf.Tensor, list[Any]]:
-        """Exchanges the sparse gradients, all of them in one call on the host.
-
-        Those that have become dense come back dense.
-        """
-        if not isinstance(gradients[0], tf.IndexedSlices):
-            examples, *outputs = tf.numpy_function(
-                _dense_rows_call(self.exchange, plan),
-                [count, self._when, *gradients],
-                [tf.float64, *(g.dtype for g in gradients)],
-            )
-            for gradient, output in zip(gradients, outputs, strict=True):
-                output.set_shape(gradient.shape)
-        else:
-            flat = [part for g in gradients for part in (g.indices, g.values)]
-            examples, *parts = tf.numpy_function(
-                _rows_call(self.exchange, plan, merge),
-                [count, self._when, *flat],
-                [tf.float64, *(part.dtype for part in flat)],
-            )
-            outputs = []
-            shapes = [plan.gradients[index].shape for index in plan.sparse]
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            for shape, (indices, values) in zip(shapes, pairs, strict=True):
-                indices.set_shape((None,))
-                values.set_shape((None, *shape[1:]))
-                outputs.append(
-                    tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
-                )
-        examples.set_shape(())
-        return examples, outputs
-
-    def _accumulate(
-        self,
-        plan: Plan,
-        optimizer: keras.optimizers.Optimizer,
-        gradients: list[tf.Tensor],
-        present: list[int],
-        variables: list[Any],
-        count: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Exchanges once an update: between updates gradients stay on their rank.
-
-        Each rank accumulates its share n·g / Σ n of every micro-step; at the update
-        the shares, accumulators included, are summed and the accumulators cleared,
-        so that Keras' own `(g + accumulator) / steps` is the same on all ranks.
-        Handing over `reduced - accumulator` instead would round differently on each.
-        Scales that overwrite their variable have no shares: of them, Keras and the
-        exchange keep the largest.
-        """
-        steps = accumulation_steps(optimizer, variables)
-        owners = accumulating_optimizers(optimizer, variables)
-        accumulators = [owner.accumulator(v).value for owner, v in owners]
-        scale = gradient_scale(optimizer)
-        guarded = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        finite = tf.constant(True)
-        if guarded:
-            finite = tf.reduce_all(
-                [tf.reduce_all(tf.math.is_finite(g)) for g in gradients]
-            )
-        examples, nonfinite = tf.numpy_function(
-            _counts_call(self.exchange),
-            [count, self._when, tf.logical_and(count > 0, tf.logical_not(finite))],
-            [tf.float64, tf.bool],
-        )
-        examples.set_shape(())
-        nonfinite.set_shape(())
-        share = tf.math.divide_no_nan(count, examples)
-        whole = tf.cast(count > 0, count.dtype)
-        largest = [plan.gradients[index].reduction == "max" for index in present]
-        shares = [
-            tf.math.multiply_no_nan(g, tf.cast(whole if is_max else share, g.dtype))
-            for g, is_max in zip(gradients, largest, strict=True)
-        ]
-        if guarded:
-            # Every rank must skip the micro-step that one rank has to skip.
-            shares = [
-                tf.where(nonfinite, tf.constant(float("inf"), g.dtype), g)
-                for g in shares
-            ]
-
-        def at_update() -> list[tf.Tensor]:
-            sums = [
-                tf.maximum(g, a) if is_max else g + tf.cast(a * scale, g.dtype)
-                for g, a, is_max in zip(shares, accumulators, largest, strict=True)
-            ]
-            # The shares are already weighted, so here every rank counts once and
-            # the mean over ranks is brought back to the sum.
-            one = tf.constant(1.0, tf.float64)
-            means, ranks = self._allreduce(plan, sums, present, one, True)
-            for accumulator in accumulators:
-                accumulator.assign(tf.zeros_like(accumulator))
-            return [
-                g if is_max else g * tf.cast(ranks, g.dtype)
-                for g, is_max in zip(means, largest, strict=True)
-            ]
-
-        first = owners[0][0].optimizer
-        is_update = (first._iterations.value + 1) % steps == 0
-        # A step that is skipped updates nothing: it must not clear the accumulators.
-        is_update &= tf.logical_and(examples > 0, tf.logical_not(nonfinite))
-        reduced = tf.cond(is_update, at_update, lambda: shares)
         return reduced, examples
 
 
@@ -371,73 +272,6 @@ def _plainly_finite_or_not(gradient: Any) -> Any:
     finite = tf.reduce_all(tf.math.is_finite(values))
     values = tf.where(finite, values, tf.constant(float("inf"), values.dtype))
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def _host_call(
-    exchange: GradientExchange, plan: Plan, number: int
-) -> Callable[..., list[Any]]:
-    """Returns the function that TensorFlow calls on the host for one bucket."""
-
-    def exchange_bucket(examples: Any, arrived: Any, *arrays: Any) -> list[Any]:
-        reduced = exchange.reduce(plan, number, float(examples), arrays, float(arrived))
-        return [np.float64(exchange.examples), *reduced]
-
-    return exchange_bucket
-
-
-def _rows_call(
-    exchange: GradientExchange, plan: Plan, merge: bool
-) -> Callable[..., list[Any]]:
-    """Returns the function that TensorFlow calls on the host for sparse gradients."""
-
-    def exchange_rows(examples: Any, arrived: Any, *arrays: np.ndarray) -> list[Any]:
-        pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
-        pieces = [Rows(indices, values) for indices, values in pairs]
-        reduced = exchange.reduce_rows(
-            plan, float(examples), pieces, merge=merge, arrived=float(arrived)
-        )
-        outputs: list[Any] = [np.float64(exchange.examples)]
-        for (indices, values), rows in zip(pairs, reduced, strict=True):
-            outputs += [
-                rows.indices.astype(indices.dtype, copy=False),
-                rows.values.astype(values.dtype, copy=False),
-            ]
-        return outputs
-
-    return exchange_rows
-
-
-def _dense_rows_call(
-    exchange: GradientExchange, plan: Plan
-) -> Callable[..., list[Any]]:
-    """Returns the same for gradients of which many rows may be zero, still dense."""
-
-    def exchange_dense_rows(
-        examples: Any, arrived: Any, *arrays: np.ndarray
-    ) -> list[Any]:
-        pieces = [nonzero_rows(array) for array in arrays]
-        reduced = exchange.reduce_rows(
-            plan, float(examples), pieces, merge=True, arrived=float(arrived)
-        )
-        dense = [
-            rows.dense(array.shape, array.dtype)
-            for rows, array in zip(reduced, arrays, strict=True)
-        ]
-        return [np.float64(exchange.examples), *dense]
-
-    return exchange_dense_rows
-
-
-def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
-    """Returns the function that TensorFlow calls on the host between updates."""
-
-    def exchange_counts(examples: Any, arrived: Any, nonfinite: Any) -> list[Any]:
-        total, any_nonfinite = exchange.reduce_counts(
-            float(examples), bool(nonfinite), float(arrived)
-        )
-        return [np.float64(total), np.bool_(any_nonfinite)]
-
-    return exchange_counts
 
 
 def _describe(gradient: Any, variable: Any) -> Gradient:

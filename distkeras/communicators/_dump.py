@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import os
+import time
+from collections.abc import Iterable
 
+from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
 
 
@@ -23,3 +28,18 @@ def register() -> bool:
 def unregister() -> None:
     """Gives the signal back to the system."""
     faulthandler.unregister(STACKS)
+
+
+def request(pids: Iterable[int]) -> None:
+    """Has processes that have registered write their stacks, and lets them.
+
+    Args:
+        pids: of this machine.
+    """
+    sent = False
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, STACKS)
+            sent = True
+    if sent:
+        time.sleep(LAST_WORDS)

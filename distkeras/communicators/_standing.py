@@ -79,6 +79,30 @@ def state(rank: int, end: Calls, name: str, number: int, *, left: bool) -> State
     )
 
 
+def oldest_wait(end: Calls, now: float) -> Wait | None:
+    """Returns the wait that began first: others may be parts of it.
+
+    Args:
+        end: as for `waits`.
+        now: of `time.monotonic`.
+    """
+    return max(waits(end, now, places=False), key=lambda wait: wait.age, default=None)
+
+
+def still_waits(end: Calls, wait: Wait) -> bool:
+    """Whether this rank is in that call yet.
+
+    Args:
+        end: as for `waits`.
+        wait: of this rank, some time ago.
+    """
+    calls = end if wait.name == END else _waiting.find_calls(wait.name)
+    call = None if calls is None else calls.current
+    if call is None and calls is not None:
+        call = pending(calls, time.monotonic())
+    return call is not None and call.number == wait.call.number
+
+
 def pending(calls: Calls, now: float) -> Call | None:
     """Returns the last call if its work is not done long after its return."""
     if calls.pending is None or not calls.recent:

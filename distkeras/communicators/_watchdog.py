@@ -2,9 +2,10 @@
 
 A thread in each process looks, a few times a second, at the collectives this rank
 waits in (`_waiting.py`). When a wait is some seconds old, the first of the ranks that
-wait asks the others where they stand, by messages on a communicator that nothing else
-uses. What the answers mean is decided in `_stall.py`: ranks in different collectives
-and ranks that have left end the job at once, anything else at the timeout.
+wait asks the others where they stand (`_inquiry.py`), by messages on a communicator
+that nothing else uses. What the answers mean is decided in `_case.py` and `_stall.py`:
+ranks in different collectives and ranks that have left end the job at once, anything
+else at the timeout.
 
 A rank whose script ends waits in an `atexit` handler until all others end theirs, as
 MPI's own finalization does, but so that it can still answer. That is the only cost of
@@ -14,40 +15,34 @@ leaving.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
-import math
+import functools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from distkeras._errors import CommunicatorError
-from distkeras._exit import LAST_WORDS
-from distkeras._exit import STACKS
 from distkeras._exit import STALLED
 from distkeras._exit import write
 from distkeras.communicators import _dump
 from distkeras.communicators import _elastic
 from distkeras.communicators import _ending
 from distkeras.communicators import _failure
+from distkeras.communicators import _silence
 from distkeras.communicators import _stall
 from distkeras.communicators import _standing
 from distkeras.communicators import _waiting
+from distkeras.communicators._case import Case
+from distkeras.communicators._inquiry import Inquirer
+from distkeras.communicators._inquiry import Inquiry
 from distkeras.communicators._mail import Mail
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._processes import Process
-from distkeras.communicators._processes import status
 from distkeras.communicators._processes import this_process
-from distkeras.communicators._stall import END
 from distkeras.communicators._stall import State
 from distkeras.communicators._stall import Verdict
-from distkeras.communicators._stall import Wait
-from distkeras.communicators._waiting import waiting as waiting
-
-VARIABLE = "DISTKERAS_TIMEOUT"
-DEFAULT_TIMEOUT = 600.0
 
 # Seconds between looks at the waits and at the messages.
 _POLL = 0.2
@@ -57,54 +52,8 @@ _LOOK = 0.05
 _MOST_FAILURES = 25
 # Seconds of waiting after which ranks are asked, and between two questions.
 _CHECK = 4.0
-# Seconds for the answers; a rank that computes under load may be slow.
-_PATIENCE = 2.0
-# Seconds by which each rank lets those before it ask first, and those that it stays
-# quiet after another has asked: one report, and few messages.
+# Seconds by which each rank lets those before it ask first: one report, few messages.
 _TURN = 0.3
-_HOLD = 2.5
-# Seconds until the second look at what needs two.
-_CONFIRM = 1.5
-
-
-def read_timeout(argument: float | None) -> float:
-    """Returns the seconds a rank may wait; 0 for no limit.
-
-    Args:
-        argument: that of `init`; the environment variable counts if None.
-
-    Raises:
-        CommunicatorError: it is not a number of seconds.
-    """
-    word: Any = argument
-    origin = "timeout"
-    if argument is None:
-        word = os.environ.get(VARIABLE) or DEFAULT_TIMEOUT
-        origin = VARIABLE
-    try:
-        seconds = float(word)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise CommunicatorError(
-            f"Expected {origin} to be a number of seconds, 0 for no limit. Received: "
-            f"{word!r}"
-        )
-    return seconds
-
-
-@dataclasses.dataclass
-class _Inquiry:
-    """A question to the other members of a communicator, and the answers so far."""
-
-    wait: Wait
-    deadline: float
-    expected: frozenset[int]
-    states: dict[int, State]
-
-    @property
-    def complete(self) -> bool:
-        return self.expected <= self.states.keys()
 
 
 class _Watchdog:
@@ -127,19 +76,12 @@ class _Watchdog:
         self._reports_only = any(interactive for _, interactive in facts)
         self._speaks = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
         self._comm: Any = host.mpi_comm.Dup()
-        self._mail = Mail(self._mpi, self._comm)
         self._end = _waiting.Calls(range(host.size))
         self._left = False
+        mail = Mail(self._mpi, self._comm) if self._speaks else None
+        self._inquirer = Inquirer(self._rank, mail, self._state)
+        self._case = Case(None)
         self._stop = threading.Event()
-        self._unanswered: dict[int, float] = {}
-        self._inquiry: _Inquiry | None = None
-        self._current: tuple[str, int] | None = None
-        self._earlier: dict[int, tuple[float, State]] = {}
-        self._next = 0.0
-        self._quiet_until = 0.0
-        self._warned = False
-        self._suspects = False
-        self._working_since = 0.0
         self._dumps = _dump.register()
         self._keyval: Any = None
         self._thread = threading.Thread(
@@ -155,7 +97,7 @@ class _Watchdog:
         while not self._stop.wait(_LOOK if _elastic.active() else _POLL):
             try:
                 if _elastic.look():  # until those that are left have come together
-                    self._inquiry = None
+                    self._inquirer.inquiry = None
                     continue
                 self._tick()
                 failures = 0
@@ -176,222 +118,75 @@ class _Watchdog:
                     return
 
     def _tick(self) -> None:
-        self._receive()
+        self._inquirer.receive()
         now = time.monotonic()
-        inquiry = self._inquiry
-        if inquiry is not None:
-            if inquiry.complete or now >= inquiry.deadline:
-                self._inquiry = None
+        if self._inquirer.inquiry is not None:
+            inquiry = self._inquirer.finished(now)
+            if inquiry is not None:
                 self._conclude(inquiry)
             return
-        wait = self._oldest_wait(now)
+        wait = _standing.oldest_wait(self._end, now)
         key = None if wait is None else (wait.name, wait.call.number)
-        if key != self._current:
-            self._current = key
-            self._earlier = {}
-            self._warned = self._suspects = False
-            self._next = self._working_since = 0.0
+        if key != self._case.key:
+            self._case = Case(key)
         if wait is None:
             return
-        check = self._check_interval()
+        case = self._case
+        check = min(_CHECK, self.timeout / 3) if self.timeout else _CHECK
         turn = min(wait.members.index(self._rank), 20) * _TURN
         due = wait.call.since + check + min(turn, check)
         # Of those that wait, the first asks for all of them.
-        quiet_until = 0.0 if self._suspects else self._quiet_until
-        if now >= max(due, self._next, quiet_until):
-            self._next = now + check
-            self._ask(wait)
-
-    def _check_interval(self) -> float:
-        return min(_CHECK, self.timeout / 3) if self.timeout else _CHECK
-
-    def _is_late(self, wait: Wait) -> bool:
-        start = max(self._working_since, wait.call.since)
-        return bool(self.timeout) and time.monotonic() - start >= self.timeout
-
-    def _oldest_wait(self, now: float) -> Wait | None:
-        """Returns the wait that began first: others may be parts of it."""
-        waits = self._waits(now, places=False)
-        return max(waits, key=lambda wait: wait.age, default=None)
-
-    def _waits(self, now: float, *, places: bool = True) -> list[Wait]:
-        return _standing.waits(self._end, now, places=places)
+        quiet_until = 0.0 if case.suspects else self._inquirer.quiet_until
+        if now >= max(due, case.next_question, quiet_until):
+            case.next_question = now + check
+            self._inquirer.ask(wait)
 
     def _state(self, name: str, number: int) -> State:
         return _standing.state(self._rank, self._end, name, number, left=self._left)
 
-    # Questions and answers
-
-    def _ask(self, wait: Wait) -> None:
-        """Asks the other members where they stand."""
+    def _conclude(self, inquiry: Inquiry) -> None:
+        """Does what follows from the answers."""
+        wait, states, case = inquiry.wait, inquiry.states, self._case
         now = time.monotonic()
-        mine = self._state(wait.name, wait.call.number)
-        # With its place, which is only looked up now.
-        for known in mine.waits:
-            if (known.name, known.call.number) == (wait.name, wait.call.number):
-                wait = known
-        others = frozenset(wait.members) - {self._rank}
-        if not self._speaks:
-            others = frozenset()
-        for rank in others:
-            # Messages to a rank that does not read them must not pile up.
-            if now - self._unanswered.get(rank, -math.inf) > 6 * _CHECK:
-                self._unanswered[rank] = now
-                self._mail.send(rank, ("ask", wait.name, wait.call.number))
-        deadline = now + _PATIENCE
-        self._inquiry = _Inquiry(wait, deadline, others, {self._rank: mine})
-
-    def _receive(self) -> None:
-        if not self._speaks:
-            return
-        for source, (kind, *content) in self._mail.received():
-            if kind == "ask":
-                self._quiet_until = time.monotonic() + _HOLD
-                self._mail.send(source, ("tell", self._state(*content), *content))
-            else:
-                self._unanswered.pop(source, None)
-                self._take_answer(source, *content)
-
-    def _take_answer(self, source: int, state: State, name: str, number: int) -> None:
-        """Adds an answer to the inquiry; it may come late, after another question."""
-        inquiry = self._inquiry
-        if inquiry is None or source not in inquiry.expected:
-            return
-        if (name, number) != (inquiry.wait.name, inquiry.wait.call.number):
-            state = dataclasses.replace(state, asked=None)
-        inquiry.states[source] = state
-
-    def _conclude(self, inquiry: _Inquiry) -> None:
-        """Decides what follows from the answers."""
-        wait, states = inquiry.wait, inquiry.states
-        now = time.monotonic()
-        if not self._still_waits(wait):
+        if not _standing.still_waits(self._end, wait):
             return
         wait = dataclasses.replace(wait, age=now - wait.call.since)
-        before = {rank: state for rank, (_, state) in self._earlier.items()}
-        elapsed = now - max((t for t, _ in self._earlier.values()), default=now)
-        verdict = _stall.judge(self._rank, wait, states, before, elapsed)
-        silent = self._silent(inquiry)
-        if verdict is None:
-            gone = [r for r, why in silent.items() if why == _GONE]
-            if gone:
-                verdict = _stall.gone(gone, wait)
-            elif self._is_late(wait) and not (
-                wait.name == END and self._others_work(wait, states, silent, now)
-            ):
-                verdict = _stall.stalled(wait, states, silent, self.timeout)
-        self._suspects = verdict is not None and not verdict.certain
-        if self._suspects:
-            self._next = now + _CONFIRM
-            verdict = None
-        if wait.name != END or not self._earlier:
-            self._earlier = {rank: (now, state) for rank, state in states.items()}
-        if verdict is not None:
-            self._announce(verdict, wait, states, silent)
-            return
-        self._warn_once(wait, states, silent)
-
-    def _still_waits(self, wait: Wait) -> bool:
-        calls = self._end if wait.name == END else _waiting.find_calls(wait.name)
-        call = None if calls is None else calls.current
-        if call is None and calls is not None:
-            call = _standing.pending(calls, time.monotonic())
-        return call is not None and call.number == wait.call.number
-
-    def _silent(self, inquiry: _Inquiry) -> dict[int, str]:
-        """Returns what is known of the ranks that did not answer."""
-        silent = {}
-        mine = self._peers[self._rank]
-        others = frozenset(inquiry.wait.members) - inquiry.states.keys()
-        for rank in sorted(others):
-            if not self._speaks:
-                silent[rank] = (
-                    "cannot be asked: MPI's thread level is below MPI_THREAD_MULTIPLE"
-                )
-                continue
-            silent[rank] = _SILENT[status(self._peers[rank], mine)]
-        return silent
-
-    def _others_work(
-        self,
-        wait: Wait,
-        states: dict[int, State],
-        silent: dict[int, str],
-        now: float,
-    ) -> bool:
-        """Whether the ranks that this one waits for at its end do something.
-
-        One rank often has work to do after the others (it evaluates, exports). As
-        long as it does, there is no harm in waiting.
-        """
-        late = _stall.late_ranks(wait, states)
-        working = [r for r, why in silent.items() if why == _SILENT["alive"]]
-        for rank in late:
-            earlier = self._earlier.get(rank)
-            if earlier is None or not _stall.is_idle(
-                earlier[1], states[rank], now - earlier[0]
-            ):
-                working.append(rank)
-        if working:
-            self._working_since = now
-            self._earlier = {}
-        return bool(working)
-
-    def _warn_once(
-        self, wait: Wait, states: dict[int, State], silent: dict[int, str]
-    ) -> None:
-        """Says early that ranks wait, where the timeout is far away."""
-        if self._warned or wait.name == END or self.timeout < 10 * _CHECK:
-            return
-        if wait.age < min(60.0, self.timeout / 10):
-            return
-        self._warned = True
-        verdict = _stall.stalled(wait, states, silent, self.timeout)
-        verdict = dataclasses.replace(
-            verdict, remedy=f"Still waiting; the limit is {self.timeout:g} s."
+        silent = _silence.reasons(
+            frozenset(wait.members) - states.keys(),
+            self._peers,
+            self._peers[self._rank],
+            asked=self._speaks,
         )
-        write(self._report(verdict, wait, states, silent, ending=False))
-
-    def _report(
-        self,
-        verdict: Verdict,
-        wait: Wait,
-        states: dict[int, State],
-        silent: dict[int, str],
-        *,
-        ending: bool,
-    ) -> str:
-        places = {rank: str(peer) for rank, peer in enumerate(self._peers)}
-        return _stall.report(verdict, wait, states, silent, places, ending=ending)
+        report = functools.partial(
+            _stall.report,
+            wait=wait,
+            states=states,
+            silent=silent,
+            places={rank: str(peer) for rank, peer in enumerate(self._peers)},
+        )
+        verdict = case.judge(self._rank, wait, states, silent, self.timeout, now)
+        if verdict is not None:
+            self._announce(verdict, silent, report)
+            return
+        warning = case.warning(wait, states, silent, self.timeout)
+        if warning is not None:
+            write(report(warning, ending=False))
 
     def _announce(
-        self,
-        verdict: Verdict,
-        wait: Wait,
-        states: dict[int, State],
-        silent: dict[int, str],
+        self, verdict: Verdict, silent: dict[int, str], report: Callable[..., str]
     ) -> None:
         """Writes the report and ends the job."""
         ending = not self._reports_only
-        if not ending and self._warned:
+        if not ending and self._case.reported:
             return
-        self._warned = True
-        if verdict.code == STALLED:
-            self._ask_for_dumps(silent)
-        write(self._report(verdict, wait, states, silent, ending=ending))
+        self._case.reported = True
+        if verdict.code == STALLED and self._dumps:
+            # They hold Python's lock: a signal alone makes them show their stacks.
+            busy = [rank for rank, why in silent.items() if why == _silence.BUSY]
+            _dump.request(self._peers[rank].pid for rank in busy)
+        write(report(verdict, ending=ending))
         if ending:
             _ending.end_job(self._host, verdict.code, speaks=self._speaks)
-
-    def _ask_for_dumps(self, silent: dict[int, str]) -> None:
-        """Lets ranks that hold Python's lock show their stacks, by a signal."""
-        sent = False
-        for rank, why in silent.items():
-            if self._dumps and why == _SILENT["alive"]:
-                with contextlib.suppress(OSError):
-                    os.kill(self._peers[rank].pid, STACKS)
-                    sent = True
-        if sent:
-            time.sleep(LAST_WORDS)
 
     # The end
 
@@ -453,16 +248,6 @@ class _Watchdog:
         keyval = self._mpi.Comm.Create_keyval(delete_fn=finalizing)
         self._mpi.COMM_SELF.Set_attr(keyval, True)
         self._keyval = keyval
-
-
-_GONE = "its process is gone"
-_SILENT = {
-    "gone": _GONE,
-    "stopped": "does not answer: its process is stopped (SIGSTOP, or a debugger)",
-    "alive": "does not answer, though its process lives: it runs code that holds "
-    "Python's lock",
-    None: "does not answer: it is stopped, or holds Python's lock, or its host is gone",
-}
 
 
 _watchdog: _Watchdog | None = None

@@ -36,6 +36,7 @@ from distkeras.communicators._nccl import NCCLCommunicator
 from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
 from distkeras.communicators._single import SingleCommunicator
+from distkeras.communicators._timeout import read_timeout
 
 VARIABLE = "DISTKERAS_COMMUNICATOR"
 WORDS = ("single", "mpi", "shared_memory", "hierarchical", "nccl")
@@ -103,7 +104,7 @@ def init(
         if communicator is not None:
             _check_word(communicator, "the argument of init")
         if timeout is not None or _world is None:
-            seconds = _watchdog.read_timeout(timeout)
+            seconds = read_timeout(timeout)
             _watchdog.set_timeout(seconds)
         if _world is None:
             _world = _create(communicator, seconds)

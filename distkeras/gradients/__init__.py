@@ -1,7 +1,7 @@
 """Gradients: the plan that all ranks agree on, and their exchange on the host."""
 
+from distkeras.gradients._channel import Counters as Counters
 from distkeras.gradients._clock import StepClock as StepClock
-from distkeras.gradients._exchange import Counters as Counters
 from distkeras.gradients._exchange import GradientExchange as GradientExchange
 from distkeras.gradients._plan import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from distkeras.gradients._plan import Bucket as Bucket

@@ -1,0 +1,105 @@
+"""The flags of a step: what all ranks must see alike of it.
+
+They travel in the header of every bucket, before the rows of sparse gradients, or in
+a message of their own where gradients stay local. Their places in it are known here
+alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distkeras.gradients._channel import Channel
+
+_EXAMPLES, _STOP, _NONFINITE = 0, 1, 2
+
+WRITTEN = 2
+"""Numbers at the start of a head that `StepFlags.write` writes."""
+
+
+class StepFlags:
+    """How many examples a step has on all ranks, and whether a rank wants to stop.
+
+    Args:
+        channel: whose counters count the steps, and which carries the flags alone.
+
+    Attributes:
+        examples: what all ranks together saw in the newest step.
+        exhausted: set when no rank had an example left in a step; whoever acts on
+            it clears it.
+        stop_seen: whether the flags of a step since `clear_stop` carried some rank's
+            stop.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.examples = 0.0
+        self.exhausted = False
+        self.stop_seen = False
+        self._stop_requested = False
+        self._counted = False  # whether this step's examples have been
+
+    def announce_stop(self) -> None:
+        """Has what is written next carry this rank's stop."""
+        self._stop_requested = True
+
+    def clear_stop(self) -> None:
+        """Forgets announcements, this rank's own and those that were seen."""
+        self._stop_requested = False
+        self.stop_seen = False
+
+    def write(self, head: np.ndarray, examples: float) -> None:
+        """Writes this rank's flags, to be summed over ranks.
+
+        Args:
+            head: of a message; the first `WRITTEN` of its numbers are written.
+            examples: this rank's.
+        """
+        head[_EXAMPLES] = examples
+        head[_STOP] = self._stop_requested
+
+    def read(self, head: np.ndarray) -> None:
+        """Takes over the sums of what all ranks wrote, of any message of the step."""
+        self.examples = float(head[_EXAMPLES])
+        if not self._counted:
+            self._channel.counters.examples += self.examples
+            self._counted = True
+        self.stop_seen = self.stop_seen or bool(head[_STOP])
+        if self.examples == 0:
+            self.exhausted = True
+
+    def exchange(self, examples: float, nonfinite: bool) -> bool:
+        """Exchanges the flags alone, in a message of their own.
+
+        Args:
+            examples: this rank's.
+            nonfinite: whether this rank's gradients are not finite.
+
+        Returns:
+            Whether those of any rank are not.
+        """
+        head = np.zeros(3, np.float64)
+        self.write(head, examples)
+        head[_NONFINITE] = nonfinite
+        self._channel.ready()
+        self._channel.communicator.allreduce(head)
+        self._channel.counters.messages += 1
+        self._counted = False  # a step between updates ends here
+        self.read(head)
+        self._stop_requested = False
+        self._channel.clock.lap("exchange")
+        return bool(head[_NONFINITE])
+
+    def finish(self) -> None:
+        """Counts an exchange whose last message has been sent."""
+        self._stop_requested = False
+        self._counted = False
+        self._channel.counters.exchanges += self.examples > 0
+
+    def divide(self, sums: np.ndarray) -> None:
+        """Makes Σ n·g the mean, in place; zeros where no rank had an example."""
+        # Not times the reciprocal, which would round twice.
+        if self.examples:
+            np.divide(sums, sums.dtype.type(self.examples), out=sums)
+        else:
+            sums[...] = 0
