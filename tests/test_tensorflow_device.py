@@ -119,6 +119,38 @@ def test_training_by_hand_over(
     model.fit(data, shuffle=False, verbose=0)
     assert_equal_weights(model, single)
     assert exchange.counters.exchanges == 6 // (accumulation or 1)
+    assert exchange.counters.examples == len(x)
+    exchange.close()
+
+
+def test_a_scale_comes_last(world: Communicator) -> None:
+    """It travels on the host, and its step was counted twice."""
+    exchange = GradientExchange(world)
+    hand_over = DeviceHandOver(exchange, np)
+    scale = Gradient("scale", (1,), "float32", reduction="max")
+    plan = exchange.plan((1,), [scale, Gradient("v", (9,), "float32")])
+    assert plan.buckets[-1].reduction == "max"
+
+    def on_host(number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        arrays = [tensor.numpy() for tensor in tensors]
+        return [tf.constant(a) for a in exchange.reduce(plan, number, 2.0, arrays)]
+
+    for _ in range(3):
+        mine = [tf.fill((1,), world.rank + 1.0), tf.fill((9,), world.rank + 1.0)]
+        (largest, mean), examples = allreduce_on_device(
+            hand_over,
+            exchange,
+            plan,
+            mine,
+            [0, 1],
+            tf.constant(2.0, "float64"),
+            on_host,
+        )
+        assert float(examples) == 2 * world.size
+        assert float(largest[0]) == world.size
+        np.testing.assert_allclose(mean, np.full(9, (world.size + 1) / 2))
+    assert exchange.counters.exchanges == 3
+    assert exchange.counters.examples == 3 * 2 * world.size
     exchange.close()
 
 

@@ -70,6 +70,29 @@ def test_mean_over_examples_rounded_twice(world: Communicator, kind: str) -> Non
     exchange.close()
 
 
+@pytest.mark.parametrize("accumulating", (False, True))
+def test_examples_are_counted_once(world: Communicator, accumulating: bool) -> None:
+    """A bucket that no wire takes goes first, or the flags of what is accumulated."""
+    exchange = exchange_of(world, "float16")
+    plan = exchange.plan(
+        (1,), [Gradient("b", (3,), "float32"), Gradient("a", (3,), "float64")]
+    )
+    assert [bucket.dtype.name for bucket in plan.buckets] == ["float64", "float32"]
+    for _ in range(2):
+        examples = 4.0
+        if accumulating:
+            exchange.reduce_counts(examples, False)
+            exchange.reduce_counts(examples, False)
+            examples = 1.0
+        for number, dtype in enumerate(("float64", "float32")):
+            (mean,) = exchange.reduce(plan, number, examples, [np.ones(3, dtype)])
+            np.testing.assert_array_equal(mean, np.ones(3))
+    steps = 4 if accumulating else 2
+    assert exchange.counters.examples == steps * 4 * world.size
+    assert exchange.counters.exchanges == 2
+    exchange.close()
+
+
 @pytest.mark.parametrize("kind", EPSILON)
 def test_errors_that_are_fed_back_do_not_add_up(world: Communicator, kind: str) -> None:
     """The same gradient again and again: the mean over steps nears the exact one."""

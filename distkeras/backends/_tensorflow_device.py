@@ -135,7 +135,6 @@ def allreduce_on_device(
             exact = tf.cast(output, tf.as_dtype(bucket.dtype)) * (1 / scale)
             reduced[i] = tf.cast(exact, gradients[i].dtype)
     with tf.control_dependencies(after):
-        # The same step on all ranks is an exchange or, without examples, is not.
         done = tf.numpy_function(_done_call(exchange), [examples], tf.float64)
     done.set_shape(())
     return reduced, done
@@ -167,7 +166,10 @@ def _unpack(bucket: Bucket, flat: tf.Tensor) -> list[tf.Tensor]:
 
 def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
     def exchange_counts(examples: Any, nonfinite: Any) -> list[Any]:
-        total, bad = exchange.reduce_counts(float(examples), bool(nonfinite))
+        # Where gradients accumulate, the step has begun before.
+        total, bad = exchange.reduce_counts(
+            float(examples), bool(nonfinite), begins=False
+        )
         return [np.float64(total), np.bool_(bad)]
 
     return exchange_counts
@@ -175,7 +177,7 @@ def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
 
 def _done_call(exchange: GradientExchange) -> Callable[..., Any]:
     def count_exchange(examples: Any) -> Any:
-        exchange.counters.exchanges += int(examples > 0)
+        exchange.finish()
         return np.float64(examples)
 
     return count_exchange

@@ -214,17 +214,35 @@ class GradientExchange:
         return result
 
     def reduce_counts(
-        self, examples: float, nonfinite: bool, arrived: float = 0.0
+        self,
+        examples: float,
+        nonfinite: bool,
+        arrived: float = 0.0,
+        *,
+        begins: bool = True,
     ) -> tuple[float, bool]:
-        """Exchanges the flags alone, for a step in which gradients stay local.
+        """Exchanges the flags alone, before gradients go elsewhere or stay local.
+
+        Args:
+            examples: as in `reduce`.
+            nonfinite: whether this rank's gradients are not finite.
+            arrived: as in `reduce`.
+            begins: whether a step begins with this, even if the one before had flags
+                alone and no `finish`.
 
         Returns:
             The examples of all ranks, and whether any rank's gradients are not
             finite.
         """
         self.clock.arrived(arrived)
+        if begins:
+            self._flags.begin()
         any_nonfinite = self._flags.exchange(examples, nonfinite)
         return self._flags.examples, any_nonfinite
+
+    def finish(self) -> None:
+        """Counts an exchange whose gradients went elsewhere after `reduce_counts`."""
+        self._flags.finish()
 
     def also_close(self, close: Callable[[], None]) -> None:
         """Lets `close` be called when this exchange is closed; collective as it is."""

@@ -37,7 +37,7 @@ class StepFlags:
         self.exhausted = False
         self.stop_seen = False
         self._stop_requested = False
-        self._counted = False  # whether this step's examples have been
+        self._counted = False  # whether this step's examples have been, and no more
 
     def announce_stop(self) -> None:
         """Has what is written next carry this rank's stop."""
@@ -84,17 +84,20 @@ class StepFlags:
         self._channel.ready()
         self._channel.communicator.allreduce(head)
         self._channel.counters.messages += 1
-        self._counted = False  # a step between updates ends here
         self.read(head)
         self._stop_requested = False
         self._channel.clock.lap("exchange")
         return bool(head[_NONFINITE])
 
-    def finish(self) -> None:
-        """Counts an exchange whose last message has been sent."""
-        self._stop_requested = False
+    def begin(self) -> None:
+        """Lets what is read next be of another step, if the newest was not finished."""
         self._counted = False
-        self._channel.counters.exchanges += self.examples > 0
+
+    def finish(self) -> None:
+        """Counts an exchange whose last message has been sent, once."""
+        self._stop_requested = False
+        self._channel.counters.exchanges += self._counted and self.examples > 0
+        self._counted = False
 
     def divide(self, sums: np.ndarray) -> None:
         """Makes Σ n·g the mean, in place; zeros where no rank had an example."""
