@@ -20,6 +20,8 @@ from distkeras.data._base import Part
 from distkeras.data._base import ShardedData
 from distkeras.data._digest import digest
 from distkeras.data._streams import Reiterable
+from distkeras.data._tf_ahead import PARALLEL
+from distkeras.data._tf_ahead import work_ahead
 
 
 class ShardedArrays(ShardedData):
@@ -248,7 +250,7 @@ class ShardedArrays(ShardedData):
         def gather(indices: Any, data: Any) -> Any:
             return tree.traverse(functools.partial(_gather, indices=indices), data)
 
-        dataset = dataset.map(gather, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.map(gather, num_parallel_calls=PARALLEL)
         options = tf.data.Options()
         # As in Keras: rewriting the graph costs more than it brings here.
         options.experimental_optimization.apply_default_optimizations = False
@@ -258,7 +260,7 @@ class ShardedArrays(ShardedData):
         options.experimental_distribute.auto_shard_policy = (
             tf.data.experimental.AutoShardPolicy.OFF
         )
-        return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+        return work_ahead(dataset.with_options(options))
 
     def _rows_of_full_step(self) -> int:
         if not self.training:

@@ -20,6 +20,7 @@ from distkeras.data._base import Part
 from distkeras.data._digest import digest
 from distkeras.data._global_random import same_on_all_ranks
 from distkeras.data._streams import ShardedStream
+from distkeras.data._tf_ahead import work_ahead
 
 # Where a PyDataset has no end: more batches than any run asks for.
 _FOREVER = 1 << 62
@@ -159,7 +160,7 @@ class ShardedPyDataset(ShardedStream):
             options.autotune.enabled = False
             options.threading.private_threadpool_size = 1
             return dataset.with_options(options)
-        return dataset.prefetch(tf.data.AUTOTUNE)
+        return work_ahead(dataset)
 
     @property
     def can_begin_again(self) -> bool:

@@ -16,6 +16,7 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 from distkeras.communicators._base import Communicator
 from distkeras.data._base import ShardedData
+from distkeras.data._tf_ahead import work_ahead
 
 
 class Reiterable:
@@ -153,9 +154,7 @@ class ShardedStream(ShardedData):
         return self._prefetch(dataset)
 
     def _prefetch(self, dataset: Any) -> Any:
-        import tensorflow as tf
-
-        return dataset.prefetch(tf.data.AUTOTUNE)
+        return work_ahead(dataset)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """This rank's batches of one pass, as NumPy arrays."""
