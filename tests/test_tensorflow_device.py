@@ -26,6 +26,7 @@ pytestmark = pytest.mark.dealt
 
 SHAPES = [(3,), (2, 5), (), (7, 3)]
 ALIKE = [(8,)] * 4
+NOT_KNOWN = tf.constant(0.0, tf.float64)  # when a step's data had come
 
 
 def values(rank: int, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -52,7 +53,14 @@ def check(
     @tf.function(autograph=False)
     def step(count: tf.Tensor, *gradients: tf.Tensor) -> list[tf.Tensor]:
         reduced, examples = allreduce_on_device(
-            hand_over, exchange, plan, list(gradients), [0, 1, 2, 3], count, on_host
+            hand_over,
+            exchange,
+            plan,
+            list(gradients),
+            [0, 1, 2, 3],
+            count,
+            NOT_KNOWN,
+            on_host,
         )
         return [examples, *reduced]
 

@@ -325,7 +325,7 @@ def test_step_that_bypasses_the_exchange_is_caught(world: Communicator) -> None:
     assert_equal_everywhere(world, model)
 
 
-@pytest.mark.parametrize("accumulated", [(None, None), (2, 3)])
+@pytest.mark.parametrize("accumulated", [(None, None), (None, 2), (2, 3)])
 def test_step_with_two_optimizers(
     world: Communicator, accumulated: tuple[int | None, int | None]
 ) -> None:
@@ -353,6 +353,7 @@ def test_step_with_two_optimizers(
         steps = 2 * 3 * -(-24 // (4 * world.size))
         exchanges = steps // (first or 1) + steps // (second or 1)
         assert run.exchange.counters.exchanges == exchanges
+        assert run.exchange.counters.examples == 2 * 3 * 24  # not once an optimizer
 
 
 def test_evaluate_and_predict(world: Communicator) -> None:

@@ -58,7 +58,7 @@ def test_a_call_is_known_while_it_lasts(calls: Calls) -> None:
     assert (calls.entered, calls.current) == (2, None)
     assert calls.find(1) == current and calls.find(3) is None
     for _ in range(100):
-        with _waiting.waiting(calls, "barrier"):
+        with calls("barrier"):
             pass
     assert calls.find(1) is None and calls.entered == 102
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distkeras.backends._tensorflow_host import reduce_counts
 from distkeras.gradients import Bucket
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import Plan
@@ -90,6 +91,7 @@ def allreduce_on_device(
     gradients: list[tf.Tensor],
     present: list[int],
     count: tf.Tensor,
+    arrived: tf.Tensor,
     on_host: Callable[[int, list[tf.Tensor]], list[tf.Tensor]],
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Returns the mean over all examples of all ranks, and their number.
@@ -101,14 +103,15 @@ def allreduce_on_device(
         gradients: dense, one for each index in `present`.
         present: the gradients' places among the plan's.
         count: this rank's examples, a float64 scalar.
+        arrived: when the step's data had come; 0 where it is not known.
         on_host: exchanges a bucket, by its number, in host memory.
     """
     position = {index: i for i, index in enumerate(present)}
     reduced: list[Any] = list(gradients)
-    examples, _ = tf.numpy_function(
-        _counts_call(exchange), [count, tf.constant(False)], [tf.float64, tf.bool]
+    # Where gradients accumulate, the step has begun before.
+    examples, _ = reduce_counts(
+        exchange, count, arrived, tf.constant(False), begins=False
     )
-    examples.set_shape(())
     share = tf.math.divide_no_nan(count, examples)
     after: list[Any] = [examples]
     for number, bucket in enumerate(plan.buckets):
@@ -162,17 +165,6 @@ def _unpack(bucket: Bucket, flat: tf.Tensor) -> list[tf.Tensor]:
         tf.reshape(piece, place.shape)
         for piece, place in zip(pieces, bucket.placements, strict=True)
     ]
-
-
-def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
-    def exchange_counts(examples: Any, nonfinite: Any) -> list[Any]:
-        # Where gradients accumulate, the step has begun before.
-        total, bad = exchange.reduce_counts(
-            float(examples), bool(nonfinite), begins=False
-        )
-        return [np.float64(total), np.bool_(bad)]
-
-    return exchange_counts
 
 
 def _done_call(exchange: GradientExchange) -> Callable[..., Any]:

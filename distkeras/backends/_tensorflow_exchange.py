@@ -228,6 +228,7 @@ class TensorFlowExchange:
                 gradients,
                 present,
                 count,
+                self._when,
                 lambda number, bucket: _tensorflow_host.reduce_bucket(
                     self.exchange, plan, number, bucket, count, self._when
                 )[1],

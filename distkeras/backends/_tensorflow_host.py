@@ -101,6 +101,8 @@ def reduce_counts(
     count: tf.Tensor,
     arrived: tf.Tensor,
     nonfinite: tf.Tensor,
+    *,
+    begins: bool = True,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Exchanges counts and flags alone.
 
@@ -109,12 +111,15 @@ def reduce_counts(
         count: as in `reduce_bucket`.
         arrived: as in `reduce_bucket`.
         nonfinite: whether this rank's gradients are not finite.
+        begins: see `GradientExchange.reduce_counts`.
 
     Returns:
         The examples of all ranks, and whether any rank's gradients are not finite.
     """
     examples, any_nonfinite = tf.numpy_function(
-        _counts_call(exchange), [count, arrived, nonfinite], [tf.float64, tf.bool]
+        _counts_call(exchange, begins),
+        [count, arrived, nonfinite],
+        [tf.float64, tf.bool],
     )
     examples.set_shape(())
     any_nonfinite.set_shape(())
@@ -176,12 +181,12 @@ def _dense_rows_call(
     return exchange_dense_rows
 
 
-def _counts_call(exchange: GradientExchange) -> Callable[..., list[Any]]:
+def _counts_call(exchange: GradientExchange, begins: bool) -> Callable[..., list[Any]]:
     """Returns the function that TensorFlow calls on the host between updates."""
 
     def exchange_counts(examples: Any, arrived: Any, nonfinite: Any) -> list[Any]:
         total, any_nonfinite = exchange.reduce_counts(
-            float(examples), bool(nonfinite), float(arrived)
+            float(examples), bool(nonfinite), float(arrived), begins=begins
         )
         return [np.float64(total), np.bool_(any_nonfinite)]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from distkeras.data._tf_ahead import untuned
+
 
 def first_batches(iterator: Any, count: int) -> Any:
     """Takes batches from an iterator; returns another one over these alone.
@@ -24,8 +26,7 @@ def first_batches(iterator: Any, count: int) -> Any:
     held = list(itertools.islice(iterator, count))
     if not held:
         raise StopIteration
-    return iter(
-        tf.data.Dataset.from_generator(
-            lambda: iter(held), output_signature=iterator.element_spec
-        )
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(held), output_signature=iterator.element_spec
     )
+    return iter(untuned(dataset))

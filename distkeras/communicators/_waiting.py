@@ -159,11 +159,6 @@ _names: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
 _threads: set[int] = set()
 
 
-def waiting(calls: Calls, verb: str, size: int = 0, detail: Any = None) -> Calls:
-    """Returns the context of a collective call, as `calls(verb, ...)` does."""
-    return calls(verb, size, detail)
-
-
 def open_calls() -> list[Calls]:
     """Returns the records of all communicators of this process."""
     return list(_open.values())

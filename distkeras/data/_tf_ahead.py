@@ -23,8 +23,13 @@ def work_ahead(dataset: Any) -> Any:
     Args:
         dataset: of batches, which says of nothing that it is to be tuned.
     """
+    return untuned(dataset).prefetch(_AHEAD)
+
+
+def untuned(dataset: Any) -> Any:
+    """Returns a `tf.data` pipeline that ends at once wherever it is left."""
     import tensorflow as tf
 
     options = tf.data.Options()
     options.autotune.enabled = False
-    return dataset.with_options(options).prefetch(_AHEAD)
+    return dataset.with_options(options)

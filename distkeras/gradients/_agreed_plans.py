@@ -73,6 +73,6 @@ class AgreedPlans:
         """The newest plan of each list, in the order in which the lists came."""
         return list(self._plans.values())
 
-    def number(self, plan: Plan) -> int:
-        """Returns the place of a plan in `made`."""
-        return next(n for n, made in enumerate(self.made) if made is plan)
+    def number(self, plan: Plan) -> int | None:
+        """Returns the place of a plan in `made`; None if another took its place."""
+        return next((n for n, made in enumerate(self.made) if made is plan), None)

@@ -18,8 +18,8 @@ class Counters:
             all sparse gradients together an allgather, an allreduce of those that are
             smaller dense, or both.
         messages: small calls that carry counts only: between updates (accumulation),
-            before sparse gradients for which there is a choice, and before coded
-            buckets.
+            before sparse gradients for which there is a choice, and before buckets
+            that are coded or stay on a device.
         bytes: bytes that this rank handed to them.
         examples: that all ranks together trained on.
     """

@@ -73,7 +73,8 @@ class CodedBuckets:
         key = (id(plan), number)
         if self._restored and key not in self._wire.errors:
             n = self._plans.number(plan)
-            self._wire.errors[key] = _residuals.join(n, bucket, self._restored)
+            if n is not None:
+                self._wire.errors[key] = _residuals.join(n, bucket, self._restored)
         nbytes = self._wire.allreduce(self._channel.communicator, key, body)
         self._channel.exchanged(nbytes)
 

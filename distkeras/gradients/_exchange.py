@@ -167,6 +167,7 @@ class GradientExchange:
             `arrays`: views of the fusion buffer where the dtype is that of the wire.
         """
         self.clock.arrived(arrived)
+        self._flags.enter(arrived)
         bucket = plan.buckets[number]
         buffer = self._buffer(plan, number)
         if self._coded is not None and self._coded.takes(plan, number):
@@ -208,6 +209,7 @@ class GradientExchange:
             their sums, each index once. In the wire's dtype.
         """
         self.clock.arrived(arrived)
+        self._flags.enter(arrived)
         result = self._sparse.reduce(plan, examples, pieces, merge=merge)
         self._flags.finish()
         self.clock.lap("unpack")
@@ -227,16 +229,14 @@ class GradientExchange:
             examples: as in `reduce`.
             nonfinite: whether this rank's gradients are not finite.
             arrived: as in `reduce`.
-            begins: whether a step begins with this, even if the one before had flags
-                alone and no `finish`.
+            begins: whether a step begins with this, where `arrived` does not say.
 
         Returns:
             The examples of all ranks, and whether any rank's gradients are not
             finite.
         """
         self.clock.arrived(arrived)
-        if begins:
-            self._flags.begin()
+        self._flags.enter(arrived, begins=begins)
         any_nonfinite = self._flags.exchange(examples, nonfinite)
         return self._flags.examples, any_nonfinite
 

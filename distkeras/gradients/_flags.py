@@ -37,7 +37,9 @@ class StepFlags:
         self.exhausted = False
         self.stop_seen = False
         self._stop_requested = False
-        self._counted = False  # whether this step's examples have been, and no more
+        self._arrived = 0.0
+        self._counted = False  # whether this step's examples have been
+        self._open = False  # whether messages were sent after the newest `finish`
 
     def announce_stop(self) -> None:
         """Has what is written next carry this rank's stop."""
@@ -47,6 +49,22 @@ class StepFlags:
         """Forgets announcements, this rank's own and those that were seen."""
         self._stop_requested = False
         self.stop_seen = False
+
+    def enter(self, arrived: float, *, begins: bool = False) -> None:
+        """Notes that a message of a step is to be sent.
+
+        A step may have several exchanges, one for each of its optimizers, and its
+        examples count once.
+
+        Args:
+            arrived: when the step's data had come, which is another time in each
+                step; 0 where that is not known: then a step has one exchange.
+            begins: whether a step begins with this, where `arrived` does not say.
+        """
+        if arrived != self._arrived or (begins and not arrived):
+            self._counted = False
+        self._arrived = arrived
+        self._open = True
 
     def write(self, head: np.ndarray, examples: float) -> None:
         """Writes this rank's flags, to be summed over ranks.
@@ -89,15 +107,13 @@ class StepFlags:
         self._channel.clock.lap("exchange")
         return bool(head[_NONFINITE])
 
-    def begin(self) -> None:
-        """Lets what is read next be of another step, if the newest was not finished."""
-        self._counted = False
-
     def finish(self) -> None:
         """Counts an exchange whose last message has been sent, once."""
         self._stop_requested = False
-        self._channel.counters.exchanges += self._counted and self.examples > 0
-        self._counted = False
+        self._channel.counters.exchanges += self._open and self.examples > 0
+        self._open = False
+        if not self._arrived:
+            self._counted = False
 
     def divide(self, sums: np.ndarray) -> None:
         """Makes Σ n·g the mean, in place; zeros where no rank had an example."""

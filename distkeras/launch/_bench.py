@@ -48,7 +48,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # At least, between two looks at the clock: where ranks share cores they leave a
 # barrier one after the other, milliseconds apart.
 _SECONDS = 2e-2
-_MOST_REPEATS = 400
+_MOST_REPEATS = 20_000
 
 
 @dataclasses.dataclass
