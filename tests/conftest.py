@@ -30,8 +30,8 @@ from distkeras._launcher import discover
 
 _LAUNCHER = discover(os.environ)
 _MANY_CASES = 6
-_HANDS = (2, 3, 2)  # ranks
-_HANDS_OF_MANY = (2, 0, 3, 0)
+_HANDS = (2, 3, 2, 2)  # ranks
+_HANDS_OF_MANY = (2, 0, 0, 3, 0)
 _MANY = _LAUNCHER is not None and _LAUNCHER.size != 1
 _RANK = _LAUNCHER.rank if _LAUNCHER is not None else 0
 
@@ -135,10 +135,10 @@ def pytest_collection_modifyitems(
 def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Returns which tests a run of everything leaves to other numbers of ranks.
 
-    Those that are marked `dealt` train models for seconds, or are a thousand. Of three
-    one runs at 3 ranks, which share the cores, and two at 2; where six or more are one
-    function's cases, of four one at 2, one at 3, and two are left to the long run
-    (`tests/test_under_mpiexec.py`, marked soak). One in twelve is for 1 rank, where a
+    Those that are marked `dealt` train models for seconds, or are a thousand. Of four
+    one runs at 3 ranks, which share the cores, and three at 2; where six or more are
+    one function's cases, of five one at 2, one at 3, and three are left to the long
+    run (`tests/test_under_mpiexec.py`, marked soak). One in twelve is for 1 rank, where a
     `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's sequence) keep the
     choice from going along with any parameter. `--whole` runs all, and so does naming
     the file.
