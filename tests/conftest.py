@@ -138,8 +138,8 @@ def _deal(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     Those that are marked `dealt` train models for seconds, or are a thousand. Of four
     one runs at 3 ranks, which share the cores, and three at 2; where six or more are
     one function's cases, of five one at 2, one at 3, and three are left to the long
-    run (`tests/test_under_mpiexec.py`, marked soak). One in twelve is for 1 rank, where a
-    `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's sequence) keep the
+    run (`tests/test_under_mpiexec.py`, marked soak). One in twelve is for 1 rank, where
+    a `Trainer` is Keras' own `fit`. Sums of digits (Thue and Morse's sequence) keep the
     choice from going along with any parameter. `--whole` runs all, and so does naming
     the file.
     """
