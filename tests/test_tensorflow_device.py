@@ -152,6 +152,7 @@ def test_a_scale_comes_last(world: Communicator) -> None:
             mine,
             [0, 1],
             tf.constant(2.0, "float64"),
+            NOT_KNOWN,
             on_host,
         )
         assert float(examples) == 2 * world.size

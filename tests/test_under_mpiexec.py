@@ -141,6 +141,7 @@ def test_a_leak_fails_the_test(
     assert result.count("error") == 1 and text in result.output, result.tail
 
 
+@pytest.mark.timeout(150)
 def test_a_hang_ends_the_job_with_the_stack(tmp_path: Path) -> None:
     arguments = write(
         tmp_path,
@@ -153,9 +154,14 @@ def test_a_hang_ends_the_job_with_the_stack(tmp_path: Path) -> None:
         """,
     )
     arguments += ["--timeout=4", "--timeout-method=thread"]
-    result = launch(open_mpi(), 2, arguments, timeout=40)
-    assert result.code != 0, result.tail
-    assert "Timeout" in result.output and "in test_hang" in result.output
+    for _ in range(3):
+        result = launch(open_mpi(), 2, arguments, timeout=40)
+        assert result.code != 0, result.tail
+        # Open MPI may end before it has passed on all that was said last.
+        if "Timeout" in result.output and "in test_hang" in result.output:
+            break
+    else:
+        raise AssertionError(result.tail)
 
 
 def test_different_tests_on_different_ranks_are_refused(tmp_path: Path) -> None:
