@@ -73,9 +73,10 @@ def test_first_bucket_is_back_before_the_backward_pass_ends(
     backend = backends.current()
     model._symbolic_build(data_batch=next(iter(batches)))
     function = backend.train_function(model, backend.exchange(exchange), uneven=uneven)
-    # TensorFlow's executor may hand both calls to one thread, the waiting one first:
-    # such a step says nothing. Where the exchange needed the gradient that waits,
-    # every step would be so.
+    # A step says nothing in which TensorFlow's executor hands both calls to one thread,
+    # the waiting one first, or in which garbage is collected for long, with Python's
+    # lock held. Where the exchange needed the gradient that waits, every step would be
+    # so.
     for _ in range(5):
         exchange.first_is_back.clear()
         function(iter(batches))
