@@ -20,6 +20,7 @@ from distkeras.data._base import Part
 from distkeras.data._digest import digest
 from distkeras.data._global_random import same_on_all_ranks
 from distkeras.data._streams import ShardedStream
+from distkeras.data._tf_ahead import untuned
 from distkeras.data._tf_ahead import work_ahead
 
 # Where a PyDataset has no end: more batches than any run asks for.
@@ -157,9 +158,8 @@ class ShardedPyDataset(ShardedStream):
         if workers > 1 or (workers > 0 and self._dataset.use_multiprocessing):
             # As in Keras: the workers prefetch already.
             options = tf.data.Options()
-            options.autotune.enabled = False
             options.threading.private_threadpool_size = 1
-            return dataset.with_options(options)
+            return untuned(dataset.with_options(options))
         return work_ahead(dataset)
 
     @property
