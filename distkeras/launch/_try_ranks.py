@@ -1,12 +1,14 @@
 """What `distkeras doctor` runs on two ranks: one allreduce, checked and timed.
 
-Answers by a line of JSON from rank 0.
+Answers by a line of JSON from rank 0, and from each rank that fails: what launchers
+and MPI write when a job is ended by force comes in any order, and in any length.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +32,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         RuntimeError: the sum is wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _reduce(words)
+    except Exception as error:
+        # Not by rank: where ranks do not find each other each one is rank 0.
+        said = {"error": f"{type(error).__name__}: {error}"}
+        print("\n" + json.dumps({f"failed in {os.getpid()}": said}), flush=True)
+        raise
+
+
+def _reduce(words: Sequence[str]) -> None:
     world = communicators.world()
     arrays: Any = np
     if words == ["device"]:
