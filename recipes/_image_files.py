@@ -188,7 +188,7 @@ def _images(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
         data = _shuffled(data, max(files.count(rank, size), 1), seed)
     return data.map(
         lambda path, label: (tf.io.read_file(path), label),
-        num_parallel_calls=tf.data.AUTOTUNE,
+        num_parallel_calls=_READ_AT_ONCE,
     )
 
 
@@ -202,7 +202,7 @@ def _records(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
     data = data.interleave(
         tf.data.TFRecordDataset,
         cycle_length=_READ_AT_ONCE,
-        num_parallel_calls=tf.data.AUTOTUNE,
+        num_parallel_calls=_READ_AT_ONCE,
         deterministic=True,
     )
     if not by_file:
@@ -211,7 +211,7 @@ def _records(files: Files, rank: int, size: int, seed: Any) -> tf.data.Dataset:
     data = data.apply(tf.data.experimental.assert_cardinality(count))
     if seed is not None:
         data = _shuffled(data, _SHUFFLED, seed)
-    return data.map(_parsed, num_parallel_calls=tf.data.AUTOTUNE)
+    return data.map(_parsed)
 
 
 def _shuffled(data: tf.data.Dataset, count: int, seed: Any) -> tf.data.Dataset:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from distkeras.recipes._dealing import Dealing
 from distkeras.recipes._dealing import Stage
 from distkeras.recipes._image_files import Files
 from distkeras.recipes._image_files import read
+
+_BATCHES_AHEAD = 2
 
 
 class ShardedImages(ShardedData):
@@ -237,7 +240,7 @@ class ShardedImages(ShardedData):
         """
         once = tf.data.Dataset.range(1)
         data = once.flat_map(lambda _: self._encoded())
-        data = data.map(self._prepared, num_parallel_calls=tf.data.AUTOTUNE)
+        data = data.map(self._prepared, num_parallel_calls=_decoded_at_once())
         data = data.batch(self._batch_size)
         if self._limit is not None:
             data = data.take(self._limit)
@@ -245,7 +248,12 @@ class ShardedImages(ShardedData):
         none = tf.zeros((0, size, size, 3)), tf.zeros((0, classes))
         empty = tf.data.Dataset.from_tensors(none)
         padding = once.flat_map(lambda _: empty.repeat(self._numbers[_Number.PADDING]))
-        return data.concatenate(padding).prefetch(tf.data.AUTOTUNE)
+        data = data.concatenate(padding).prefetch(_BATCHES_AHEAD)
+        # TensorFlow's tuning runs in a thread which an iterator that is left in the
+        # middle of an epoch (a checkpoint at a signal) waits for, up to a minute.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        return data.with_options(options)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """This rank's batches of one pass, as NumPy arrays."""
@@ -296,6 +304,15 @@ class ShardedImages(ShardedData):
             num_classes=self._num_classes,
             training=self.training,
         )
+
+
+def _decoded_at_once() -> int:
+    """Returns this rank's share of the node's cores, which decoding needs most of."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        cores = os.cpu_count() or 1
+    return max(cores // distkeras.local_size(), 2)
 
 
 class _Number(enum.IntEnum):

@@ -183,6 +183,27 @@ def test_ranks_share_the_images(found: Found, form: str, size: int) -> None:
         assert one != other
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_iterators_left_in_the_middle_are_let_go_at_once(
+    found: Found, form: str
+) -> None:
+    """See `test_data_ahead`."""
+    data = read(found[form, "train"], rank=0, size=2)
+    data.on_epoch_begin()
+    dataset = data.get_tf_dataset()
+    for _ in range(2):
+        begin = time.monotonic()
+        iterators = [iter(dataset) for _ in range(10)]
+        for iterator in iterators:
+            next(iterator)
+        # A thread that tuned them would sleep until 2.55 s have passed.
+        time.sleep(max(begin + 1.5 - time.monotonic(), 0))
+        start = time.monotonic()
+        iterators.clear()
+        del iterator
+        assert time.monotonic() - start < 0.7
+
+
 def test_images_depend_on_seed_and_epoch_alone(found: Found) -> None:
     """Not on the seed of the program."""
     files = found["tfrecords", "train"]
