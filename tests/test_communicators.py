@@ -19,6 +19,7 @@ from distkeras.communicators import HierarchicalCommunicator
 from distkeras.communicators import MPICommunicator
 from distkeras.communicators import SharedMemoryCommunicator
 from distkeras.communicators import SingleCommunicator
+from distkeras.communicators import _shared_chain
 from distkeras.communicators import _shared_reduction
 from distkeras.communicators import agree
 from distkeras.communicators import aligned_zeros
@@ -52,14 +53,17 @@ class Apart(MPICommunicator):
 # MPI's need mpiexec: test_under_mpiexec.py runs them, at 1, 2 and 3 ranks.
 KINDS = ["single", "world"]
 if discover(os.environ) is not None:
-    KINDS += ["mpi", "self", "chunks", "shared", "shared chunks", "shared slices"]
+    KINDS += ["mpi", "self", "chunks"]
+    KINDS += ["shared", "shared chunks", "shared slices", "shared in turn"]
     KINDS += ["nodes", "nodes of two", "nodes of one", "apart", "nodes apart"]
 
-# By kind: chunks of few cache lines, and slices where each would do it all.
+# By kind: chunks of few cache lines, slices where each would do it all, and sums in
+# turn whatever the number of cores.
 SHARED = {
     "shared": {},
     "shared chunks": {"chunk_bytes": 320, "direct_bytes": 1 << 20},
-    "shared slices": {"chunk_bytes": 448, "direct_bytes": 0},
+    "shared slices": {"chunk_bytes": 448, "direct_bytes": 0, "in_turn": False},
+    "shared in turn": {"chunk_bytes": 192, "direct_bytes": 0, "in_turn": True},
 }
 
 
@@ -425,6 +429,7 @@ def test_slow_readers_read_what_was_packed(
         target[...] = source
 
     monkeypatch.setattr(_shared_reduction, "copy_bytes", copy_bytes)
+    monkeypatch.setattr(_shared_chain, "copy_bytes", copy_bytes)
     rank, size = communicator.rank, communicator.size
     for number in range(12):
         length = (3000, 20, 700, 80)[number % 4]

@@ -25,10 +25,13 @@ from distkeras.communicators._arithmetic import place_matters
 from distkeras.communicators._arithmetic import quiet
 from distkeras.communicators._futex import Futex
 from distkeras.communicators._futex import find_futex
+from distkeras.communicators._rendezvous import ADDED
 from distkeras.communicators._rendezvous import ARRIVED
 from distkeras.communicators._rendezvous import HEADER_BYTES
+from distkeras.communicators._rendezvous import READ
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._shared_chain import Chain
 from distkeras.communicators._steps import BARRIER
 from distkeras.communicators._steps import make_label
 from distkeras.communicators._waiting import Call
@@ -147,6 +150,65 @@ def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: str) -> None:
         assert not waiting.is_alive()
     for rendezvous in pair:
         rendezvous.release()
+
+
+@pytest.mark.parametrize("futex", ("there", "missing"))
+def test_sleepers_are_woken_by_whom_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch, futex: str
+) -> None:
+    """Not by others, nor by what they do not wait for."""
+    if futex == "missing":
+        monkeypatch.setattr(_rendezvous, "find_futex", lambda words: None)
+    elif find_futex(memoryview(bytearray(8)).cast("q")) is None:
+        pytest.skip("the system has no futex")
+    monkeypatch.setattr(_rendezvous, "_LONGEST_FUTEX", 1e3)
+    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(3)]
+    calls = Calls([0, 97])
+    ranks = [
+        Rendezvous(rank, headers, [Process.this()] * 3, lambda: None, calls)
+        for rank in range(3)
+    ]
+    calls.close()
+    for number in (5, 9):
+        waiting = threading.Thread(target=ranks[2].await_rank, args=[1, ADDED, number])
+        waiting.start()
+        time.sleep(0.2)
+        ranks[0].announce(ADDED, number)
+        ranks[1].announce(READ, number)
+        ranks[1].announce(ADDED, number - 1)
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        ranks[1].announce(ADDED, number)
+        waiting.join(20)
+        assert not waiting.is_alive()
+    waiting = threading.Thread(target=ranks[0].await_all, args=[READ, 12])
+    waiting.start()
+    for rank in (2, 1):
+        time.sleep(0.2)
+        assert waiting.is_alive()
+        ranks[rank].announce(READ, 12)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    for rendezvous in ranks:
+        rendezvous.release()
+
+
+def test_who_goes_in_turn(world: Communicator) -> None:
+    """Large buffers of more than two ranks, where they share cores."""
+    if world.size == 1:
+        pytest.skip("one rank shares no memory")
+    for in_turn in (None, True, False):
+        communicator = SharedMemoryCommunicator(in_turn=in_turn)
+        buffers = [np.ones(count, "float32") for count in (1 << 10, 1 << 18, 1 << 19)]
+        for buffer in buffers:
+            communicator.allreduce(buffer)
+            assert (buffer == world.size).all()
+        found = [isinstance(communicator._find(b, "sum"), Chain) for b in buffers]
+        cores = frozenset[int]().union(*world.allgather_object(os.sched_getaffinity(0)))
+        crowded = len(cores) < world.size
+        wanted = world.size > 2 and (crowded if in_turn is None else in_turn)
+        assert found == [False, wanted, wanted]
+        communicator.close()
 
 
 def test_a_futex_looks_before_it_sleeps() -> None:

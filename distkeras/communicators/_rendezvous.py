@@ -34,6 +34,11 @@ ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
 _ASLEEP = 48  # 1 while the rank sleeps until it is woken
+_AWAITED = 49  # and the next two: the word, the number, and whose it is, or `_ALL`
+ADDED = 64
+READ = 80
+
+_ALL = -1
 
 _MOST_SPINS = 512  # about 30 microseconds
 _FEWEST_SPINS = 16
@@ -128,6 +133,7 @@ class Rendezvous:
 
     Attributes:
         step: the number of the newest step.
+        crowded: whether there are fewer cores than ranks.
         broken: what went wrong for good, else `None`.
     """
 
@@ -143,6 +149,7 @@ class Rendezvous:
         self.step = 0
         self.broken: str | None = None
         self._rank = rank
+        self._words = words
         self._mine = words[rank]
         self._others = [pair for pair in enumerate(words) if pair[0] != rank]
         self._futex = find_futex(self._mine)
@@ -152,10 +159,9 @@ class Rendezvous:
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
         cores = frozenset[int]().union(*(p.cores for p in processes))
-        # Where ranks share cores, the one waited for may need this very core.
-        self._most_spins = (
-            _MOST_SPINS if len(cores) >= len(processes) else _FEWEST_SPINS
-        )
+        self.crowded = len(cores) < len(processes)
+        # The one waited for may need this very core.
+        self._most_spins = _FEWEST_SPINS if self.crowded else _MOST_SPINS
         self._spins = self._most_spins
         self._yields = _YIELDS if self._futex is None else _YIELDS_BEFORE_FUTEX
         # Numbers of processes mean something only in one and the same numbering.
@@ -171,16 +177,36 @@ class Rendezvous:
         Raises:
             CommunicatorError: if the process of a rank that is waited for has ended.
         """
+        self.announce(word, step)
+        self.await_all(word, step)
+
+    def announce(self, word: int, number: int) -> None:
+        """Says that this rank has come to a number, and has written its data before.
+
+        Args:
+            word: of which the number is.
+            number: higher than at the last call for this word.
+        """
         self._fence()
-        self._mine[word] = step
+        self._mine[word] = number
         if self._sleepers:
             self._fence()  # the number is written before it is seen who sleeps
             for words, futex in self._sleepers:
                 if words[_ASLEEP]:
-                    self._wake(words, futex, word, step)
+                    self._wake(words, futex, word)
+
+    def await_all(self, word: int, number: int) -> None:
+        """Waits until all other ranks have come to a number; raises as `meet` does."""
         for _, words in self._others:
-            if words[word] < step:
-                self._wait(words, word, step)
+            if words[word] < number:
+                self._wait(words, _ALL, word, number)
+        self._fence()
+
+    def await_rank(self, rank: int, word: int, number: int) -> None:
+        """Waits until another rank has come to a number; raises as `meet` does."""
+        words = self._words[rank]
+        if words[word] < number:
+            self._wait(words, rank, word, number)
         self._fence()
 
     def meet_alike(self, label: Label) -> int:
@@ -236,40 +262,48 @@ class Rendezvous:
             )
         )
 
-    def _wake(self, words: memoryview, futex: Futex, word: int, step: int) -> None:
-        """Wakes a rank, if it waits for no other than this one.
+    def _wake(self, words: memoryview, futex: Futex, word: int) -> None:
+        """Wakes a rank, if it waits for nothing but what this one has just written.
 
         Of two ranks that come last at the same time one at least sees the other's
         number: both have written theirs, and fenced, before they look.
         """
-        if all(w[word] >= step for _, w in self._others):
+        awaited, number, whose = words[_AWAITED : _AWAITED + 3]
+        if awaited != word or whose not in (self._rank, _ALL):
+            return
+        looked_at = [self._mine] if whose == self._rank else self._words
+        if all(w[word] >= number for w in looked_at if w is not words):
             words[_ASLEEP] = 0  # should it be about to sleep, it will not
             futex.wake(_ASLEEP)
 
-    def _wait(self, words: memoryview, word: int, step: int) -> None:
-        """Waits for one rank's number, at less and less cost; in the end for all."""
+    def _wait(self, words: memoryview, whose: int, word: int, number: int) -> None:
+        """Waits for one rank's number at less and less cost, in the end for `whose`."""
         for _ in range(self._spins):
-            if words[word] >= step:
+            if words[word] >= number:
                 if self._spins < self._most_spins:
                     self._spins *= 2
                 return
         # In vain: the other may need this core, if not now then the next time.
         self._spins = max(_FEWEST_SPINS, self._spins // 2)
         for _ in range(self._yields):
-            if words[word] >= step:
+            if words[word] >= number:
                 return
             os.sched_yield()
-        with self._steps.waits(step):
-            self._sleep(word, step)
+        with self._steps.waits(self.step):
+            self._sleep(whose, word, number)
 
-    def _sleep(self, word: int, step: int) -> None:
-        """Waits for all ranks' numbers, asleep in between."""
+    def _sleep(self, whose: int, word: int, number: int) -> None:
+        """Waits for the number of a rank, or of all, asleep in between."""
+        awaited = [(r, w) for r, w in self._others if whose in (r, _ALL)]
+        self._mine[_AWAITED], self._mine[_AWAITED + 1] = word, number
+        self._mine[_AWAITED + 2] = whose
         start = checked = time.perf_counter()
         while True:
             if self._futex is not None:
+                self._fence()  # what is awaited is written before this rank sleeps
                 self._mine[_ASLEEP] = 1
                 self._fence()
-            missing = [(r, w) for r, w in self._others if w[word] < step]
+            missing = [(r, w) for r, w in awaited if w[word] < number]
             if not missing:
                 break
             if _elastic.lost():
@@ -278,7 +312,7 @@ class Rendezvous:
             if now - checked > _BETWEEN_CHECKS:
                 checked = now
                 for rank, words in missing:
-                    self._check_alive(rank, words, word, step)
+                    self._check_alive(rank, words, word, number)
             if self._futex is not None:
                 if not self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX):
                     self._futex = None  # not with this memory
@@ -288,10 +322,12 @@ class Rendezvous:
             time.sleep(min(max(pause, _SHORTEST_SLEEP), _LONGEST_SLEEP))
         self._mine[_ASLEEP] = 0
 
-    def _check_alive(self, rank: int, words: memoryview, word: int, step: int) -> None:
+    def _check_alive(
+        self, rank: int, words: memoryview, word: int, number: int
+    ) -> None:
         if not self._can_look or self._processes[rank].alive():
             return
-        if words[word] >= step:  # its last deed
+        if words[word] >= number:  # its last deed
             return
         if _elastic.confirm():
             self._break(_elastic.LOST)

@@ -24,6 +24,7 @@ from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._rendezvous import HEADER_BYTES
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
+from distkeras.communicators._shared_chain import Chain
 from distkeras.communicators._shared_reduction import SLOTS
 from distkeras.communicators._shared_reduction import Direct
 from distkeras.communicators._shared_reduction import Node
@@ -75,6 +76,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         direct_bytes: up to this many bytes, more than two ranks combine a buffer each
             by itself, above it each combines a slice for all. Two ranks always do
             the former, but for half precision.
+        in_turn: whether more than two ranks add to one sum, one after another, where a
+            buffer fills a chunk; by default where there are fewer cores than ranks.
 
     Raises:
         CommunicatorError: if the ranks are not all on one node.
@@ -96,6 +99,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         *,
         chunk_bytes: int = 1 << 20,
         direct_bytes: int = 1 << 14,
+        in_turn: bool | None = None,
     ) -> None:
         """Checks that the ranks share memory; collective."""
         super().__init__(host)
@@ -114,6 +118,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         self._fallback = self._host
         self._chunk_bytes = chunk_bytes // 64 * 64
         self._direct_bytes = direct_bytes
+        self._in_turn = in_turn
         self._node: Node | None = None  # made at the first use
         self._control: Window | None = None
         self._slots: list[list[np.ndarray]] = []  # by slot, by rank
@@ -214,9 +219,15 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         narrow = dtype.kind in "fV" and dtype.itemsize < 4
         many = self.size > 2 and buffer.nbytes > self._direct_bytes
         beyond = node.across is not None
+        if many and not beyond and not narrow and self._goes_in_turn(node, buffer):
+            return Chain(node, label, self._slots, buffer.size, dtype, op)
         if beyond or narrow or many or place_matters(UFUNCS[op], dtype):
             return Sliced(node, label, self._slots, buffer.size, dtype, op)
         return Direct(node, label, self._slots, buffer.size, dtype, op)
+
+    def _goes_in_turn(self, node: Node, buffer: np.ndarray) -> bool:
+        wanted = node.rendezvous.crowded if self._in_turn is None else self._in_turn
+        return wanted and buffer.nbytes >= self._chunk_bytes
 
     def _connect(self) -> Node | None:
         """Returns the meeting place, made at the first call; collective.
@@ -306,6 +317,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             self._host.duplicate(),
             chunk_bytes=self._chunk_bytes,
             direct_bytes=self._direct_bytes,
+            in_turn=self._in_turn,
         )
 
     def close(self) -> None:
