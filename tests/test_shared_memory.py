@@ -193,22 +193,45 @@ def test_sleepers_are_woken_by_whom_they_wait_for(
         rendezvous.release()
 
 
-def test_who_goes_in_turn(world: Communicator) -> None:
-    """Large buffers of more than two ranks, where they share cores."""
+def test_deaths_of_those_that_others_wait_for_are_noticed() -> None:
+    """Rank 0 waits for rank 1, which would wait for rank 2, which is dead."""
+    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(3)]
+    gone = dataclasses.replace(Process.this(), pid=dead_child())
+    calls = Calls([0, 96])
+    here = Process.this()
+    rendezvous = Rendezvous(0, headers, [here, here, gone], lambda: None, calls)
+    calls.close()
+    start = time.monotonic()
+    with pytest.raises(CommunicatorError, match=f"Rank 2 .process {gone.pid}. has"):
+        rendezvous.await_rank(1, ADDED, 1)
+    assert time.monotonic() - start < 2
+    rendezvous.release()
+
+
+@pytest.mark.parametrize("in_turn", (None, True, False))
+def test_who_adds_in_turn(world: Communicator, in_turn: bool | None) -> None:
+    """More than two ranks; by themselves with two for a core, and much to do."""
     if world.size == 1:
         pytest.skip("one rank shares no memory")
-    for in_turn in (None, True, False):
-        communicator = SharedMemoryCommunicator(in_turn=in_turn)
-        buffers = [np.ones(count, "float32") for count in (1 << 10, 1 << 18, 1 << 19)]
-        for buffer in buffers:
-            communicator.allreduce(buffer)
-            assert (buffer == world.size).all()
-        found = [isinstance(communicator._find(b, "sum"), Chain) for b in buffers]
-        cores = frozenset[int]().union(*world.allgather_object(os.sched_getaffinity(0)))
-        crowded = len(cores) < world.size
-        wanted = world.size > 2 and (crowded if in_turn is None else in_turn)
+    communicator = SharedMemoryCommunicator(in_turn=in_turn)
+    chunk = communicator._chunk_bytes
+    communicator.allreduce(np.ones(1, "float32"))
+    node = communicator._node
+    assert node is not None
+    sizes = (chunk // 2, chunk, node.rendezvous.cores * chunk + 4)
+    found = []
+    for size in sizes:
+        buffer = np.ones(size // 4, "float32")
+        communicator.allreduce(buffer)
+        assert (buffer == world.size).all()
+        found.append(isinstance(communicator._find(buffer, "sum"), Chain))
+    if in_turn is None:
+        crowded = world.size > 2 and world.size >= 2 * node.rendezvous.cores
+        assert found == [False, False, crowded]
+    else:
+        wanted = in_turn and world.size > 2
         assert found == [False, wanted, wanted]
-        communicator.close()
+    communicator.close()
 
 
 def test_a_futex_looks_before_it_sleeps() -> None:

@@ -34,7 +34,9 @@ ARRIVED = 0
 REDUCED = 16
 _LABEL = 32  # and the next: for even and for odd steps
 _ASLEEP = 48  # 1 while the rank sleeps until it is woken
-_AWAITED = 49  # and the next two: the word, the number, and whose it is, or `_ALL`
+# And the next two: the word, the number, and whose it is, or `_ALL`. Who reads them
+# while they are written may wake nobody: the sleeper looks once more afterwards.
+_AWAITED = 49
 ADDED = 64
 READ = 80
 
@@ -117,7 +119,8 @@ class Rendezvous:
     Each rank writes the number of the step it has reached where all can read it, and
     waits until all others' numbers are as high. Steps are numbered alike on all ranks,
     because all ranks call the same collectives in the same order. Should they not,
-    they find out by a label that each rank leaves with the number.
+    they find out by a label that each rank leaves with the number. Within a step
+    ranks may announce other numbers, and wait for one rank's or for all.
 
     Memory order: `fence` is called after the data is written and before the number
     is, and again between reading the others' numbers and their data. MPI defines it
@@ -133,7 +136,7 @@ class Rendezvous:
 
     Attributes:
         step: the number of the newest step.
-        crowded: whether there are fewer cores than ranks.
+        cores: how many processor cores the ranks have together.
         broken: what went wrong for good, else `None`.
     """
 
@@ -159,9 +162,11 @@ class Rendezvous:
         self._fence = fence
         self._steps = Steps(calls, lambda: self.step, self._label)
         cores = frozenset[int]().union(*(p.cores for p in processes))
-        self.crowded = len(cores) < len(processes)
-        # The one waited for may need this very core.
-        self._most_spins = _FEWEST_SPINS if self.crowded else _MOST_SPINS
+        self.cores = len(cores)
+        # Where ranks share cores, the one waited for may need this very core.
+        self._most_spins = (
+            _MOST_SPINS if self.cores >= len(processes) else _FEWEST_SPINS
+        )
         self._spins = self._most_spins
         self._yields = _YIELDS if self._futex is None else _YIELDS_BEFORE_FUTEX
         # Numbers of processes mean something only in one and the same numbering.
@@ -263,11 +268,12 @@ class Rendezvous:
         )
 
     def _wake(self, words: memoryview, futex: Futex, word: int) -> None:
-        """Wakes a rank, if it waits for nothing but what this one has just written.
+        """Wakes a rank, if what it waits for is now there, by this one's last word.
 
         Of two ranks that come last at the same time one at least sees the other's
         number: both have written theirs, and fenced, before they look.
         """
+        self._fence()  # what it waits for was written before it slept
         awaited, number, whose = words[_AWAITED : _AWAITED + 3]
         if awaited != word or whose not in (self._rank, _ALL):
             return
@@ -294,7 +300,7 @@ class Rendezvous:
 
     def _sleep(self, whose: int, word: int, number: int) -> None:
         """Waits for the number of a rank, or of all, asleep in between."""
-        awaited = [(r, w) for r, w in self._others if whose in (r, _ALL)]
+        awaited = [w for r, w in self._others if whose in (r, _ALL)]
         self._mine[_AWAITED], self._mine[_AWAITED + 1] = word, number
         self._mine[_AWAITED + 2] = whose
         start = checked = time.perf_counter()
@@ -303,15 +309,15 @@ class Rendezvous:
                 self._fence()  # what is awaited is written before this rank sleeps
                 self._mine[_ASLEEP] = 1
                 self._fence()
-            missing = [(r, w) for r, w in awaited if w[word] < number]
-            if not missing:
+            if all(w[word] >= number for w in awaited):
                 break
             if _elastic.lost():
                 self._break(_elastic.LOST)
             now = time.perf_counter()
             if now - checked > _BETWEEN_CHECKS:
                 checked = now
-                for rank, words in missing:
+                # All, as the one that is waited for may wait for one that has ended.
+                for rank, words in self._others:
                     self._check_alive(rank, words, word, number)
             if self._futex is not None:
                 if not self._futex.wait(_ASLEEP, 1, _LONGEST_FUTEX):
@@ -325,7 +331,9 @@ class Rendezvous:
     def _check_alive(
         self, rank: int, words: memoryview, word: int, number: int
     ) -> None:
-        if not self._can_look or self._processes[rank].alive():
+        if words[word] >= number or not self._can_look:
+            return
+        if self._processes[rank].alive():
             return
         if words[word] >= number:  # its last deed
             return

@@ -22,6 +22,7 @@ from distkeras.communicators._shared_reduction import SLOTS
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
 
+# Numbers of links follow from that of the step: ranks agree on it whatever has failed.
 _MOST_LINKS = 1 << 24
 
 
@@ -59,7 +60,10 @@ class Chain(Reduction):
             [part[: step * dtype.itemsize].view(dtype) for part in ranks]
             for ranks in slots
         ]
-        # A rank reads a link when those behind it have had the time to add theirs.
+        # How many links a rank adds to before it reads the first: so many that those
+        # behind it have had their turn. Never more than there are places, less one:
+        # rank 0 waits for the others to have read one before it writes there again,
+        # and must have done so itself.
         self._lag = min(2 * (node.size - 1 - node.rank), node.size - 1)
 
     def run(
@@ -71,8 +75,8 @@ class Chain(Reduction):
     def _run_links(
         self, buffer: np.ndarray, pack: Part | None, unpack: Part | None
     ) -> None:
-        # All have read what earlier steps left; the next one may be begun by writing
-        # to its slot before all have read what this one leaves.
+        # From here on all are done with earlier steps: every slot is free. But ranks
+        # that are done with this one write to their slot of the next.
         step = self._node.rendezvous.meet_alike(self._label)
         places = self._slots[step % SLOTS]
         own = self._slots[(step + 2) % SLOTS][self._node.rank]

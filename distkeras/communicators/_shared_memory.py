@@ -44,6 +44,7 @@ _USABLE = 0x1 | 0x100 | 0x400
 
 _MOST_REDUCTIONS = 256
 _FIRST_SLOT = 1 << 14  # bytes
+_SHORTEST_LINK = 1 << 18  # bytes, of a sum that is made in turn
 
 
 class SharedMemoryCommunicator(ComposedCommunicator):
@@ -77,7 +78,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             by itself, above it each combines a slice for all. Two ranks always do
             the former, but for half precision.
         in_turn: whether more than two ranks add to one sum, one after another, where a
-            buffer fills a chunk; by default where there are fewer cores than ranks.
+            buffer fills a chunk. By default where they are twice as many as their
+            cores, or more, and a buffer has a chunk or more for each core to work on.
 
     Raises:
         CommunicatorError: if the ranks are not all on one node.
@@ -226,8 +228,15 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         return Direct(node, label, self._slots, buffer.size, dtype, op)
 
     def _goes_in_turn(self, node: Node, buffer: np.ndarray) -> bool:
-        wanted = node.rendezvous.crowded if self._in_turn is None else self._in_turn
-        return wanted and buffer.nbytes >= self._chunk_bytes
+        """Whether a sum is made by one rank after another; the same on all ranks."""
+        if self._in_turn is not None:
+            return self._in_turn and buffer.nbytes >= self._chunk_bytes
+        cores = node.rendezvous.cores
+        return (
+            2 * cores <= self.size
+            and buffer.nbytes > cores * self._chunk_bytes
+            and self._chunk_bytes >= _SHORTEST_LINK
+        )
 
     def _connect(self) -> Node | None:
         """Returns the meeting place, made at the first call; collective.
