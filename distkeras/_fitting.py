@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from distkeras._scaling import Scaling
 from distkeras._session import Session
 from distkeras.callbacks._learning_rate import LearningRateWarmup
 from distkeras.communicators import Communicator
+
+_draws = itertools.count()
 
 
 def fit(
@@ -223,7 +226,11 @@ def _loop(
 
 
 def _drawn(seed: int | None, ranks: Communicator) -> int:
-    """Returns the seed that rank 0 has chosen or drawn; collective."""
-    # Every rank draws, so that the generators of a seeded script stay alike.
-    drawn = random.getrandbits(32)
+    """Returns the seed that rank 0 has chosen or drawn; collective.
+
+    Nothing is taken from the generator of Python: with one process nothing is, and
+    what a seeded script draws next, initial weights perhaps, should be the same.
+    """
+    state = (random.getstate(), next(_draws))
+    drawn = random.Random(repr(state)).getrandbits(32)
     return ranks.broadcast_object(drawn if seed is None else seed)

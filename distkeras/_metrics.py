@@ -116,11 +116,15 @@ def _asked_for_results(
             f"Expected `keras.Model.{name}` (Keras 3.10 to 3.15). Keras "
             f"{keras.__version__} has none; metrics of all ranks cannot be computed."
         )
+    outer = vars(model).get(name)  # a callback of `fit` evaluates
     object.__setattr__(model, name, results)
     try:
         yield
     finally:
-        object.__delattr__(model, name)
+        if outer is None:
+            object.__delattr__(model, name)
+        else:
+            object.__setattr__(model, name, outer)
 
 
 @contextlib.contextmanager

@@ -140,8 +140,10 @@ class Session:
         normed = bool(boards_among(callbacks)) or (before and before.norm) is not None
         normed = self.communicator.broadcast_object(normed)
         state = _state(model, uneven=data.may_be_empty, normed=normed)
-        if self.functions is not None and self.functions.state == state:
-            return
+        if self.functions is not None:
+            if self.functions.state == state:
+                return
+            _check_trainable(self.functions.state, state)
         self.close()
         wire = make_wire(self._compression, error_feedback=self._error_feedback)
         exchange = GradientExchange(
@@ -276,7 +278,10 @@ class Session:
     def evaluating(self, data: Any) -> Iterator[None]:
         """While inside, `model.evaluate` gives the results of all ranks' data."""
         self.equalise(data)
-        with self._setting(test_function=self._test_function()):
+        with (
+            self._setting(test_function=self._test_function()),
+            _evaluate_of_keras(self.model),
+        ):
             yield
 
     def _test_function(self) -> Any:
@@ -299,17 +304,45 @@ class Session:
                 setattr(self.model, name, function)
 
 
+@contextlib.contextmanager
+def _evaluate_of_keras(model: keras.Model) -> Iterator[None]:
+    """Takes back what `Session.training` has put there, in a callback of `fit`."""
+    ours = vars(model).get("evaluate")
+    if ours is None:
+        yield
+        return
+    object.__delattr__(model, "evaluate")
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "evaluate", ours)
+
+
 def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
     """Returns what the functions of a model depend on, to be compared."""
     optimizers = backends.current().find_optimizers(model)
     return (
-        [(id(optimizer), warms_up(optimizer)) for optimizer in optimizers],
-        model.optimizer,
         _compilation(model),
+        model.optimizer,
         [id(variable) for variable in model.trainable_variables],
+        [(id(optimizer), warms_up(optimizer)) for optimizer in optimizers],
         [id(layer) for layer in backends.synchronized_layers(model)],
         more,
     )
+
+
+def _check_trainable(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    """Raises if other weights are trainable and the model was not compiled again.
+
+    Keras goes on with those that were trainable then, by what it has traced.
+    """
+    if before[:2] == now[:2] and before[2] != now[2]:
+        raise ValueError(
+            "Expected the weights to be trainable that were so in the last `fit`. "
+            f"Received: {len(now[2])} trainable weights, then {len(before[2])}. A "
+            "change of `trainable` takes effect by `compile`: call it again before "
+            "`fit`."
+        )
 
 
 def _compilation(model: keras.Model) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
 from distkeras._report import Report
 from distkeras._resumption import Resized
+from distkeras._saves import leave_saving_to_rank_zero
 from distkeras._scaling import Scaling
 from distkeras._session import Session
 from distkeras.communicators import Communicator
@@ -38,8 +39,9 @@ class Trainer:
 
     With one rank every method is Keras' own. With more, `fit` broadcasts rank 0's
     weights, multiplies the learning rate, deals the data over ranks, averages
-    gradients by the examples behind them, and lets only rank 0 print and write. What
-    it decided is logged once.
+    gradients by the examples behind them, and lets only rank 0 print and write: from
+    here on `save`, `save_weights` and `export` of the model itself do nothing on other
+    ranks. What was decided is logged once.
 
     Args:
         model: any Keras 3 model, compiled or not. A compiled one keeps its settings.
@@ -50,7 +52,8 @@ class Trainer:
         warmup_epochs: epochs over which the learning rate rises from its unscaled to
             its scaled value, update by update; 0 for none.
         seed: of the order in which data is dealt, the same on all ranks. By default
-            drawn from Python's `random` on rank 0 at every `fit`.
+            another one at every `fit`, which follows from the state of Python's
+            `random` on rank 0: `keras.utils.set_random_seed` makes it repeatable.
         bucket_bytes: gradients are fused into buffers of at most so many bytes; None
             chooses by a short measurement of the network, and logs what it chose.
         compression: `"float16"` or `"bfloat16"` lets float32 gradients travel in half
@@ -116,6 +119,8 @@ class Trainer:
             check_replicas=check_replicas,
             timeline=timeline,
         )
+        if self.communicator.size > 1:
+            leave_saving_to_rank_zero(model, lambda: self._session.communicator.rank)
         self._report = Report(_logging.configure(self.communicator.rank))
 
     def follow_world(self) -> bool:
@@ -366,9 +371,11 @@ class Trainer:
 
     @survives
     def save(self, filepath: Any, **kwargs: Any) -> None:
-        """Saves the model from rank 0, as an ordinary Keras file.
+        """Saves the model from rank 0, as an ordinary Keras file; collective.
 
-        The file holds the learning rate of a single process.
+        The file is there when this returns, on every rank. (`model.save` too writes on
+        rank 0 alone, and can be called there alone, but others do not wait for it.) It
+        holds the learning rate of a single process.
 
         Args:
             filepath: where to write; `keras.Model.save` says what it can be.

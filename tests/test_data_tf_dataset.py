@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,12 @@ def test_seeded_shuffle_is_that_of_one_process(size: int) -> None:
     assert passes[0] != passes[1] != passes[2]
 
 
+@pytest.fixture(autouse=True)
+def no_seed_of_other_tests() -> None:
+    """With a global seed every shuffle has one."""
+    tf.random.set_seed(None)
+
+
 def test_seed_may_be_the_global_one() -> None:
     def make() -> Any:
         tf.random.set_seed(3)
@@ -310,6 +317,54 @@ def test_seeds_and_shards_that_differ_raise_on_all_ranks(world: Any) -> None:
         data.shard(
             _numbers().shard(world.size, world.rank).batch(2), communicator=world
         )
+
+
+@pytest.mark.parametrize("what", ["slices", "paths", "constant"])
+def test_arrays_that_differ_raise_on_all_ranks(world: Any, what: str) -> None:
+    """An unseeded permutation before the pipeline begins."""
+    if world.size == 1:
+        return
+    numbers_, rank = np.arange(24), world.rank
+    make = {
+        "slices": lambda order: tf.data.Dataset.from_tensor_slices(
+            (numbers_[order], tf.sparse.from_dense(np.eye(24)))
+        ),
+        "paths": lambda order: tf.data.Dataset.from_tensor_slices(
+            [f"/scratch/{rank}/{number}.jpg" for number in order]
+        ),
+        "constant": lambda order: tf.data.Dataset.from_tensors(float(order[0])).repeat(
+            24
+        ),
+    }[what]
+    alike = make(np.random.default_rng(1).permutation(24)).batch(2)
+    assert data.shard(alike, communicator=world).num_batches == -(-12 // world.size)
+    other = make(np.roll(numbers_, rank)).batch(2)
+    with pytest.raises(MismatchError, match="arrays in the pipeline"):
+        data.shard(other, communicator=world)
+    data.shard(other, communicator=world, shard=False)
+
+
+def test_a_cache_is_a_ranks_own_file(world: Any, tmp_path: Path) -> None:
+    path = world.broadcast_object(str(tmp_path / "cache"))
+    if world.size > 1:
+        for own in ("auto", False):
+            with pytest.raises(
+                ValueError, match="on several ranks of .*distkeras.rank"
+            ):
+                data.shard(
+                    batched(12, 2).cache(path).repeat(2), communicator=world, shard=own
+                )
+    for file in (f"{path}-{world.rank}", ""):
+        found = numbers(
+            data.shard(batched(12, 2).cache(file), communicator=world).get_tf_dataset()
+        )
+        assert in_turn(world.allgather_object(found))[:6] == numbers(batched(12, 2))
+    # One that was written before is only read.
+    if world.rank == 0:
+        list(batched(12, 2).cache(path))
+    world.barrier()
+    data.shard(batched(12, 2).cache(path), communicator=world)
+    world.barrier()
 
 
 def test_own_pipelines_agree_on_steps(world: Any) -> None:

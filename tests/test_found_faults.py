@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from equivalence import build
 from equivalence import samples
 from equivalence import trainer
 
+from distkeras import _fitting
 from distkeras.communicators import Communicator
 
 
@@ -353,3 +355,90 @@ def test_predict_and_evaluate_before_fit(world: Communicator, same: bool) -> Non
         assert not same
     else:
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_callback_asks_the_trainer(world: Communicator, predicts: bool) -> None:
+    """`fit` failed for want of a method that the inner call had taken away."""
+    x, y = samples(26)
+    xv, yv = samples(11, seed=1)
+    single, model = build(_sgd), build(_sgd)
+    made = trainer(model)
+
+    class Ask(keras.callbacks.Callback):
+        def __init__(self, asked: Any) -> None:
+            super().__init__()
+            self.asked, self.answers = asked, []
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if predicts:
+                self.answers.append(self.asked.predict(xv, batch_size=4, verbose=0))
+            else:
+                self.answers.append(self.asked.evaluate(xv, yv, verbose=0))
+
+    asks = Ask(single), Ask(made)
+    options: dict[str, Any] = {"epochs": 3, "shuffle": False, "verbose": 0}
+    options["validation_data"] = xv, yv
+    expected = single.fit(
+        x, y, batch_size=4 * world.size, callbacks=[asks[0]], **options
+    )
+    history = made.fit(x, y, batch_size=4, callbacks=[asks[1]], **options)
+    assert_equal_history(history, expected)
+    np.testing.assert_allclose(asks[1].answers, asks[0].answers, rtol=1e-5, atol=1e-6)
+    assert "evaluate" not in vars(model)
+
+
+def test_fit_draws_nothing_of_a_seeded_script(world: Communicator) -> None:
+    """Initial weights made afterwards were others than those of one process."""
+    x, y = samples(8 * world.size)
+    random.seed(3)
+    made = trainer(build(_sgd))
+    before = random.getstate()
+    made.fit(x, y, batch_size=4, verbose=0)
+    assert random.getstate() == before
+
+
+def test_orders_change_from_one_fit_to_the_next(world: Communicator) -> None:
+    """Though `random` stands still; a script that fits epoch by epoch relies on it."""
+    if world.size == 1:
+        pytest.skip("at one rank Keras shuffles")
+    seeds = world.allgather_object([_fitting._drawn(None, world) for _ in range(4)])
+    assert all(found == seeds[0] for found in seeds)
+    assert len(set(seeds[0])) == 4
+    assert _fitting._drawn(7, world) == 7
+
+
+def test_trainable_takes_effect_by_compile(world: Communicator) -> None:
+    """One process goes on as compiled, in silence; here weights were left out."""
+    x, y = samples(8 * world.size)
+    model = build(_sgd)
+    made = trainer(model)
+    options: dict[str, Any] = {"batch_size": 4, "verbose": 0}
+    made.fit(x, y, **options)
+    model.layers[-1].trainable = False
+    if world.size > 1:
+        with pytest.raises(ValueError, match=r"Received: 2 trainable .*, then 4\."):
+            made.fit(x, y, **options)
+    frozen = [v.numpy() for v in model.layers[-1].variables]
+    made.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    made.fit(x, y, **options)
+    for variable, value in zip(model.layers[-1].variables, frozen, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_generators_of_other_orders_are_named(
+    world: Communicator, caplog: pytest.LogCaptureFixture, alike: bool
+) -> None:
+    """Samples were lost and repeated without a word."""
+    if world.size == 1:
+        pytest.skip("at one rank the generator is Keras' affair")
+    x, y = samples(16 * world.size)
+    order = np.random.default_rng(0 if alike else world.rank).permutation(len(x))
+    model = build(_sgd)
+    with caplog.at_level("WARNING", "distkeras"):
+        trainer(model).fit(
+            _endless(x[order], y[order], 4), steps_per_epoch=2, epochs=2, verbose=0
+        )
+    named = "first batches of the generator are not the same" in caplog.text
+    assert named == (not alike and world.rank == 0)

@@ -6,11 +6,16 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from keras import tree
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     NUM_BATCHES_FOR_TENSOR_SPEC,
 )
 
+from distkeras._logging import LOGGER
+from distkeras.communicators._base import Communicator
 from distkeras.data._base import Part
+from distkeras.data._digest import digest
 from distkeras.data._streams import ShardedStream
 from distkeras.data._streams import take_turns
 
@@ -66,6 +71,26 @@ class ShardedGenerator(ShardedStream):
 
     def _first_batches(self) -> list[Any]:
         return self._samples or []
+
+    def settle(self, communicator: Communicator) -> None:
+        """Agrees on the number of steps; says so if ranks' first batches differ.
+
+        Args:
+            communicator: the ranks.
+        """
+        super().settle(communicator)
+        leaves = [] if self.part.own else tree.flatten(self.first_batches())
+        mine = [digest(np.atleast_1d(np.asarray(leaf))) for leaf in leaves]
+        alike = len({tuple(d) for d in communicator.allgather_object(mine)}) == 1
+        if not alike and communicator.rank == 0:
+            # Not `warnings.warn`, which may be made to raise, on this rank alone.
+            LOGGER.warning(
+                "The first batches of the generator are not the same on all ranks. "
+                "Each rank takes its batches in turn: should their order differ, "
+                "samples are lost and repeated. Seed what shuffles them, alike on all "
+                "ranks; or let each rank generate batches of its own, and pass "
+                "`shard=False`. If it is noise or augmentation alone, all is well."
+            )
 
     def _own_batches(self) -> Iterator[Any]:
         self._begin_pass()

@@ -1,16 +1,22 @@
 """Whether a `tf.data` pipeline has the same order on every rank.
 
 Every rank runs the whole pipeline and keeps its share of the batches, so the order
-must be one. What decides it is read off the pipeline: the seeds of its shuffles, and
-whether its parallel steps keep the order. Code that TensorFlow does not see into
-(`from_generator`, `py_function`) is taken to be the same on every rank.
+must be one. What decides it is read off the pipeline: the arrays that it holds, the
+seeds of its shuffles, and whether its parallel steps keep the order. Code that
+TensorFlow does not see into (`from_generator`, `py_function`) is taken to be the same
+on every rank.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from distkeras.data._digest import digest
 
 _SHUFFLES = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 _RANDOM_OPS = (
@@ -45,6 +51,9 @@ def check_order(dataset: Any) -> list[tuple[str, Any]]:
             seeds = (int(node._seed), int(node._seed2))
             _check_seeds(seeds, "shuffle" if "Shuffle" in name else "random choice")
             found.append(("seeds of a shuffle in the pipeline", seeds))
+        elif name in ("_TensorSliceDataset", "_TensorDataset"):
+            arrays = [_digest(tensor) for tensor in node._tensors]
+            found.append(("arrays in the pipeline", arrays))
         elif name == "_ShardDataset":
             shard = (int(node._num_shards), int(node._index))
             found.append(("`shard` in the pipeline", shard))
@@ -59,6 +68,36 @@ def check_order(dataset: Any) -> list[tuple[str, Any]]:
     if any(type(node).__name__ == "_ParallelInterleaveDataset" for node in datasets):
         _check_serialized(dataset, datasets)
     return found
+
+
+def files_of_caches(dataset: Any) -> list[str]:
+    """Returns the files that a pipeline is about to write what it has read to.
+
+    Args:
+        dataset: a `tf.data.Dataset`.
+    """
+    found = []
+    for node in _walk(dataset):
+        if type(node).__name__.strip("_") == "CacheDataset":
+            path = node._filename.numpy().decode()
+            if path and not os.path.exists(f"{path}.index"):
+                found.append(os.path.abspath(path))
+    return found
+
+
+def _digest(tensor: Any) -> str | None:
+    """Digests what a pipeline holds in memory; of paths the names alone."""
+    import tensorflow as tf
+
+    if not tf.is_tensor(tensor) or not hasattr(tensor, "numpy"):
+        return None
+    if tensor.dtype in (tf.variant, tf.resource):
+        return None
+    values = np.atleast_1d(tensor.numpy())
+    if values.dtype == object:
+        names = [v.decode(errors="replace") for v in values.ravel().tolist()]
+        return digest(names)
+    return digest(values)
 
 
 def has_order_of_its_own(dataset: Any) -> bool:
