@@ -120,7 +120,8 @@ class Trainer:
             timeline=timeline,
         )
         if self.communicator.size > 1:
-            leave_saving_to_rank_zero(model, lambda: self._session.communicator.rank)
+            # Nothing of this trainer: the model may outlive it.
+            leave_saving_to_rank_zero(model, lambda: (communicator or world()).rank)
         self._report = Report(_logging.configure(self.communicator.rank))
 
     def follow_world(self) -> bool:

@@ -80,7 +80,7 @@ class ShardedGenerator(ShardedStream):
         """
         super().settle(communicator)
         leaves = [] if self.part.own else tree.flatten(self.first_batches())
-        mine = [digest(np.atleast_1d(np.asarray(leaf))) for leaf in leaves]
+        mine = [_digest(leaf) for leaf in leaves]
         alike = len({tuple(d) for d in communicator.allgather_object(mine)}) == 1
         if not alike and communicator.rank == 0:
             # Not `warnings.warn`, which may be made to raise, on this rank alone.
@@ -125,3 +125,11 @@ class ShardedGenerator(ShardedStream):
     def fingerprint(self) -> list[tuple[str, Any]]:
         """Types and shapes of the first batches."""
         return self._fingerprint_of_types()
+
+
+def _digest(leaf: Any) -> str | None:
+    """Digests a part of a batch; None for what is no dense array."""
+    if not hasattr(leaf, "__array__"):
+        return None
+    array = np.atleast_1d(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+    return None if array.dtype == object else digest(array)

@@ -28,6 +28,7 @@ _RANDOM_OPS = (
 )
 # The graph of a pipeline contains the arrays that it holds in memory.
 _MOST_BYTES_IN_GRAPH = 1 << 24
+_MOST_STRINGS = 1024
 
 
 def check_order(dataset: Any) -> list[tuple[str, Any]]:
@@ -86,18 +87,20 @@ def files_of_caches(dataset: Any) -> list[str]:
 
 
 def _digest(tensor: Any) -> str | None:
-    """Digests what a pipeline holds in memory; of paths the names alone."""
+    """Digests what a pipeline holds in memory; of strings some, and no folders."""
     import tensorflow as tf
 
     if not tf.is_tensor(tensor) or not hasattr(tensor, "numpy"):
         return None
     if tensor.dtype in (tf.variant, tf.resource):
         return None
-    values = np.atleast_1d(tensor.numpy())
-    if values.dtype == object:
-        names = [v.decode(errors="replace") for v in values.ravel().tolist()]
-        return digest(names)
-    return digest(values)
+    if tensor.dtype != tf.string:
+        return digest(tensor if tensor.shape.rank else tf.reshape(tensor, [1]))
+    flat = tf.reshape(tensor, [-1])
+    count = int(tf.size(flat))
+    picked = np.linspace(0, max(count - 1, 0), min(count, _MOST_STRINGS)).astype(int)
+    strings = tf.gather(flat, picked).numpy().tolist()
+    return digest([count, *map(os.path.basename, strings)])
 
 
 def has_order_of_its_own(dataset: Any) -> bool:
