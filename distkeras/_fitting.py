@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +28,8 @@ from distkeras._session import Session
 from distkeras.callbacks._learning_rate import LearningRateWarmup
 from distkeras.communicators import Communicator
 
-_draws = itertools.count()
+# Of each model: while the generator stands still they tell one order from the next.
+_fits: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 
 
 def fit(
@@ -68,7 +69,7 @@ def fit(
     beginning = begin(given, session, scaling, commits)
     given, found = beginning.given.split(), beginning.found
     data = _training_data(
-        given, ranks, _drawn(seed, ranks) if found is None else found.seed
+        given, ranks, _drawn(seed, session) if found is None else found.seed
     )
     validation = _validation_data(given, ranks, data)
     _check_validation(given)
@@ -225,12 +226,12 @@ def _loop(
     )
 
 
-def _drawn(seed: int | None, ranks: Communicator) -> int:
+def _drawn(seed: int | None, session: Session) -> int:
     """Returns the seed that rank 0 has chosen or drawn; collective.
 
     Nothing is taken from the generator of Python: with one process nothing is, and
     what a seeded script draws next, initial weights perhaps, should be the same.
     """
-    state = (random.getstate(), next(_draws))
-    drawn = random.Random(repr(state)).getrandbits(32)
-    return ranks.broadcast_object(drawn if seed is None else seed)
+    count = _fits[session.model] = _fits.get(session.model, -1) + 1
+    drawn = random.Random(repr((random.getstate(), count))).getrandbits(32)
+    return session.communicator.broadcast_object(drawn if seed is None else seed)

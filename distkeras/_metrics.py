@@ -3,7 +3,7 @@
 Once an epoch and once an evaluation, when Keras asks for the results, the state
 variables of all metrics are added up over ranks in float64, on the host; then the
 results are computed from the state of all. Nothing is added to the compiled steps
-but, for models with several losses, the size of a batch (`_weigh_output_losses`).
+but, for models with several losses, the size of a batch (`losses_watched`).
 
 Variables are combined as Keras declares them, which is by adding them up. A metric
 of which that is not true says so:

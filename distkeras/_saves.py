@@ -7,7 +7,10 @@ same file at once, and leave a damaged one.
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,27 +19,55 @@ _METHODS = ("save", "save_weights", "export")
 _ORIGINAL = "_distkeras_original"
 
 
-def leave_saving_to_rank_zero(model: keras.Model, rank: Callable[[], int]) -> None:
-    """Lets `save`, `save_weights` and `export` of a model do nothing on other ranks.
+def write_whole_files(model: keras.Model) -> None:
+    """Lets a model, and those within it, write files that appear when they are whole.
 
-    They wait for nobody, so that they may also be called on rank 0 alone, as callbacks
-    and careful scripts do.
+    Every rank that calls writes a file of its own, and then puts it in place; that of
+    the last one stays. So it does not matter whether all ranks call or rank 0 alone,
+    nor whether paths are the same, and whoever has saved a file can read it. Of a
+    folder that is only true of each file, and of the whole when all are done.
 
     Args:
-        model: of which rank 0 holds what the others hold.
-        rank: returns that of this process, which an elastic job may change.
+        model: whose `save`, `save_weights` and `export` are replaced.
     """
-    for name in _METHODS:
-        method = getattr(model, name)
-        # Of a model of several Trainers the newest one's ranks count.
-        original = getattr(method, _ORIGINAL, method)
-        object.__setattr__(model, name, _on_rank_zero(original, rank))
+    for part in model._flatten_layers():
+        if isinstance(part, keras.Model):
+            for name in _METHODS:
+                method = getattr(part, name, None)
+                if callable(method) and not hasattr(method, _ORIGINAL):
+                    object.__setattr__(part, name, _whole(method))
 
 
-def _on_rank_zero(method: Callable[..., Any], rank: Callable[[], int]) -> Any:
+def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs) if rank() == 0 else None
+    def save(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        overwrite = args[0] if args else kwargs.get("overwrite", True)
+        if not _is_ordinary(filepath) or (not overwrite and os.path.exists(filepath)):
+            return method(filepath, *args, **kwargs)
+        path = Path(filepath)
+        # In the same folder, so that it is put in place by a change of names.
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as folder:
+            result = method(str(Path(folder) / path.name), *args, **kwargs)
+            _put_in_place(Path(folder), path.parent)
+        return result
 
     setattr(save, _ORIGINAL, method)
     return save
+
+
+def _is_ordinary(filepath: Any) -> bool:
+    """Whether this names a file, there or not, in a folder of this machine."""
+    if not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
+        return False
+    path = Path(filepath)
+    return bool(path.name) and path.parent.is_dir() and not path.is_symlink()
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    for entry in sorted(source.iterdir()):
+        place = target / entry.name
+        if entry.is_dir():
+            place.mkdir(exist_ok=True)
+            _put_in_place(entry, place)
+        else:
+            os.replace(entry, place)

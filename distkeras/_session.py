@@ -22,6 +22,7 @@ from distkeras._boards import boards_among
 from distkeras._consensus import arrange_callbacks
 from distkeras._figures import FigureKeeper
 from distkeras._learning_rate import warms_up
+from distkeras._logging import LOGGER
 from distkeras._metrics import exact_metrics
 from distkeras._metrics import plain_metrics
 from distkeras._optimizer import undistribute
@@ -144,7 +145,7 @@ class Session:
             if self.functions.state == state:
                 return
             if not backend.overrides_train_step(model):
-                _check_trainable(self.functions.state, state)
+                self._check_trainable(self.functions.state, state)
         self.close()
         wire = make_wire(self._compression, error_feedback=self._error_feedback)
         exchange = GradientExchange(
@@ -159,6 +160,27 @@ class Session:
             state=state,
             norm=graph.norm,
         )
+
+    def _check_trainable(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+        """Says what becomes of weights that `compile` did not see as they are.
+
+        Keras trains those that were trainable when its step was traced.
+        """
+        if before[:2] != now[:2]:
+            return
+        more, less = set(now[2]) - set(before[2]), set(before[2]) - set(now[2])
+        if more:
+            raise ValueError(
+                "Expected the weights to be trainable that were so in the last `fit`. "
+                f"Received: {len(more)} more. A change of `trainable` takes effect by "
+                "`compile`: call it again before `fit`."
+            )
+        if less and not self.model.run_eagerly and self.communicator.rank == 0:
+            LOGGER.warning(
+                f"{len(less)} weights are trained no longer, as `trainable` was "
+                "changed. One process would train them until `compile` is called "
+                "again, which it should be."
+            )
 
     def close(self) -> None:
         """Frees what the functions hold; collective. `prepare` makes them anew."""
@@ -255,6 +277,7 @@ class Session:
                 stock[0] = model.test_function
                 model.test_function = ours
 
+        evaluate._of_fit = True  # type: ignore[attr-defined]
         object.__setattr__(model, "evaluate", evaluate)
         try:
             yield
@@ -309,7 +332,7 @@ class Session:
 def _evaluate_of_keras(model: keras.Model) -> Iterator[None]:
     """Takes back what `Session.training` has put there, in a callback of `fit`."""
     ours = vars(model).get("evaluate")
-    if ours is None:
+    if not hasattr(ours, "_of_fit"):
         yield
         return
     object.__delattr__(model, "evaluate")
@@ -330,20 +353,6 @@ def _state(model: keras.Model, **more: Any) -> tuple[Any, ...]:
         [id(layer) for layer in backends.synchronized_layers(model)],
         more,
     )
-
-
-def _check_trainable(before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    """Raises if other weights are trainable and the model was not compiled again.
-
-    Keras goes on with those that were trainable then, by what it has traced.
-    """
-    if before[:2] == now[:2] and before[2] != now[2]:
-        raise ValueError(
-            "Expected the weights to be trainable that were so in the last `fit`. "
-            f"Received: {len(now[2])} trainable weights, then {len(before[2])}. A "
-            "change of `trainable` takes effect by `compile`: call it again before "
-            "`fit`."
-        )
 
 
 def _compilation(model: keras.Model) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
 from distkeras._report import Report
 from distkeras._resumption import Resized
-from distkeras._saves import leave_saving_to_rank_zero
+from distkeras._saves import write_whole_files
 from distkeras._scaling import Scaling
 from distkeras._session import Session
 from distkeras.communicators import Communicator
@@ -39,9 +39,9 @@ class Trainer:
 
     With one rank every method is Keras' own. With more, `fit` broadcasts rank 0's
     weights, multiplies the learning rate, deals the data over ranks, averages
-    gradients by the examples behind them, and lets only rank 0 print and write: from
-    here on `save`, `save_weights` and `export` of the model itself do nothing on other
-    ranks. What was decided is logged once.
+    gradients by the examples behind them, and lets only rank 0 print and write. What
+    it decided is logged once. The model's own `save`, `save_weights` and `export` write
+    whole files from here on, also where all ranks call them.
 
     Args:
         model: any Keras 3 model, compiled or not. A compiled one keeps its settings.
@@ -52,8 +52,8 @@ class Trainer:
         warmup_epochs: epochs over which the learning rate rises from its unscaled to
             its scaled value, update by update; 0 for none.
         seed: of the order in which data is dealt, the same on all ranks. By default
-            another one at every `fit`, which follows from the state of Python's
-            `random` on rank 0: `keras.utils.set_random_seed` makes it repeatable.
+            another one at every `fit` of a model, which follows from the state of
+            Python's `random` on rank 0: `keras.utils.set_random_seed` repeats it.
         bucket_bytes: gradients are fused into buffers of at most so many bytes; None
             chooses by a short measurement of the network, and logs what it chose.
         compression: `"float16"` or `"bfloat16"` lets float32 gradients travel in half
@@ -120,8 +120,7 @@ class Trainer:
             timeline=timeline,
         )
         if self.communicator.size > 1:
-            # Nothing of this trainer: the model may outlive it.
-            leave_saving_to_rank_zero(model, lambda: (communicator or world()).rank)
+            write_whole_files(model)
         self._report = Report(_logging.configure(self.communicator.rank))
 
     def follow_world(self) -> bool:
@@ -374,9 +373,8 @@ class Trainer:
     def save(self, filepath: Any, **kwargs: Any) -> None:
         """Saves the model from rank 0, as an ordinary Keras file; collective.
 
-        The file is there when this returns, on every rank. (`model.save` too writes on
-        rank 0 alone, and can be called there alone, but others do not wait for it.) It
-        holds the learning rate of a single process.
+        The file is there when this returns, on every rank; with `model.save` every
+        rank that calls it writes one. It holds the learning rate of a single process.
 
         Args:
             filepath: where to write; `keras.Model.save` says what it can be.

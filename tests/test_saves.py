@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from equivalence import FEATURES
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
@@ -48,16 +49,28 @@ def test_all_ranks_call(world: Communicator, tmp_path: Path, name: str) -> None:
     folder = folder_of(world, tmp_path)
     for _ in range(3):
         WAYS[name](model, folder / name)
+        if name != "exported":  # a folder changes file by file
+            read(folder / name, model)
     WAYS[name](model, folder / f"{world.rank}-{name}")
     world.barrier()
-    assert {path.name for path in folder.iterdir()} == {name, f"0-{name}"}
+    own = {f"{rank}-{name}" for rank in range(world.size)}
+    assert {path.name for path in folder.iterdir()} == {name, *own}
+    read(folder / name, model)
+
+
+def read(path: Path, model: keras.Model) -> None:
+    """Fails unless what a model was saved to holds its weights."""
     again = build(sgd, seed=2)
-    if name.endswith("weights.h5"):
-        again.load_weights(folder / name)
-    elif name != "exported":
-        again = keras.models.load_model(folder / name)
-    if name != "exported":
-        assert_same_weights(again, model)
+    if path.name.endswith("weights.h5"):
+        again.load_weights(path)
+    elif path.suffix:
+        again = keras.models.load_model(path)
+    else:
+        found = keras.layers.TFSMLayer(str(path), call_endpoint="serve")
+        x = np.ones((2, FEATURES), "float32")
+        np.testing.assert_allclose(found(x), model(x), rtol=1e-5, atol=1e-6)
+        return
+    assert_same_weights(again, model)
 
 
 def test_rank_0_alone_calls(world: Communicator, tmp_path: Path) -> None:
@@ -66,7 +79,47 @@ def test_rank_0_alone_calls(world: Communicator, tmp_path: Path) -> None:
     trainer(model)
     if world.rank == 0:
         model.save(tmp_path / "model.keras")
-        assert_same_weights(keras.models.load_model(tmp_path / "model.keras"), model)
+        read(tmp_path / "model.keras", model)
+        assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
+def test_models_within_save_too(world: Communicator, tmp_path: Path) -> None:
+    inner, outer = build(sgd), keras.Sequential()
+    outer.add(inner)
+    trainer(outer)
+    path = folder_of(world, tmp_path) / "inner.keras"
+    for _ in range(3):
+        inner.save(path)
+        read(path, inner)
+    world.barrier()
+
+
+def test_what_is_there_stays_until_the_new_is_whole(
+    world: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in the middle, an overwrite that is refused; links stay links."""
+    model = build(sgd)
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    before = path.read_bytes()
+    trainer(model)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("keras.src.saving.saving_lib._save_state", fail)
+        with pytest.raises(OSError, match="no space left"):
+            model.save_weights(path)
+        if world.size > 1:
+            assert path.read_bytes() == before
+    monkeypatch.setattr("builtins.input", lambda *_: "n")
+    model.save_weights(path, overwrite=False)
+    (tmp_path / "link.weights.h5").symlink_to(path)
+    model.save_weights(tmp_path / "link.weights.h5")
+    assert (tmp_path / "link.weights.h5").is_symlink()
+    names = {"model.weights.h5", "link.weights.h5"}
+    assert {entry.name for entry in tmp_path.iterdir()} == names
 
 
 def test_a_callback_of_the_users_saves(world: Communicator, tmp_path: Path) -> None:
@@ -80,9 +133,7 @@ def test_a_callback_of_the_users_saves(world: Communicator, tmp_path: Path) -> N
     x, y = samples(12 * world.size)
     trainer(model).fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[Save()])
     world.barrier()
-    again = build(sgd, seed=2)
-    again.load_weights(path)
-    assert_same_weights(again, model)
+    read(path, model)
 
 
 def test_clones_are_others(world: Communicator) -> None:

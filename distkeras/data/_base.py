@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import platform
+from collections.abc import Sequence
 from typing import Any
 from typing import ClassVar
 
@@ -204,17 +206,28 @@ class ShardedData(DataAdapter):
 
         Args:
             communicator: the ranks.
+
+        Raises:
+            ValueError: on every rank, if two ranks of a host would write one file.
         """
         self._steps = self.local_steps
         examples = self._local_examples()
-        ranks = communicator.allgather_object((self._steps, examples))
+        # One message, whatever kind of data ranks have of their own.
+        files = [f"{platform.node()}:{path}" for path in self.files_to_write]
+        ranks = communicator.allgather_object((self._steps, examples, files))
         if self.training:
-            steps = [theirs for theirs, _ in ranks]
+            steps = [theirs for theirs, *_ in ranks]
             self._steps = None if None in steps else max(steps)
         if self.part.own:
-            counts = [theirs for _, theirs in ranks]
+            counts = [theirs for _, theirs, _ in ranks]
             examples = None if None in counts else sum(counts)
         self._examples = examples
+        _check_files([theirs for *_, theirs in ranks])
+
+    @property
+    def files_to_write(self) -> list[str]:
+        """Files that this rank is going to write while it goes through the data."""
+        return []
 
     def _local_examples(self) -> int | None:
         """Examples of the data this rank was given, or None if it is not known."""
@@ -289,3 +302,19 @@ class ShardedData(DataAdapter):
             and can be pickled.
         """
         return []
+
+
+def _check_files(files: Sequence[Sequence[str]]) -> None:
+    """Raises if two ranks would write one file, `host:path`."""
+    writers: dict[str, list[int]] = {}
+    for rank, names in enumerate(files):
+        for name in dict.fromkeys(names):
+            writers.setdefault(name, []).append(rank)
+    for name, ranks in writers.items():
+        if len(ranks) > 1:
+            raise ValueError(
+                "Expected every rank to cache what it has read in a file of its own. "
+                f"Received: {name} on ranks {', '.join(map(str, ranks))}. Put the "
+                'rank into the name: `.cache(f"cache-{distkeras.rank()}")`. Or cache '
+                "in memory: `.cache()`."
+            )

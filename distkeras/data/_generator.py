@@ -88,8 +88,9 @@ class ShardedGenerator(ShardedStream):
                 "The first batches of the generator are not the same on all ranks. "
                 "Each rank takes its batches in turn: should their order differ, "
                 "samples are lost and repeated. Seed what shuffles them, alike on all "
-                "ranks; or let each rank generate batches of its own, and pass "
-                "`shard=False`. If it is noise or augmentation alone, all is well."
+                "ranks, and begin with a generator that no call has used; or let each "
+                "rank generate batches of its own, and pass `shard=False`. If it is "
+                "noise or augmentation alone, all is well."
             )
 
     def _own_batches(self) -> Iterator[Any]:

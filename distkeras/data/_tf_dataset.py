@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +10,6 @@ import numpy as np
 from keras import tree
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 
-from distkeras.communicators._base import Communicator
 from distkeras.data._base import Part
 from distkeras.data._base import ShardedData
 from distkeras.data._tf_order import check_order
@@ -86,28 +83,10 @@ class ShardedTFDataset(ShardedData):
         self._rows: list[int] = []
         self._seen: Any = None
 
-    def settle(self, communicator: Communicator) -> None:
-        """Agrees on the number of steps, and that no two ranks write one file.
-
-        Args:
-            communicator: the ranks.
-
-        Raises:
-            ValueError: on every rank, if two ranks of a host would write a cache.
-        """
-        super().settle(communicator)
-        rank = communicator.rank
-        mine = [(communicator.hosts[rank], f) for f in files_of_caches(self._whole)]
-        found = itertools.chain(*map(set, communicator.allgather_object(mine)))
-        counts = collections.Counter(found).most_common(1)
-        if counts and counts[0][1] > 1:
-            host, path = counts[0][0]
-            raise ValueError(
-                "Expected every rank to write what a pipeline caches to a file of its "
-                f"own. Received: `.cache({path!r})` on several ranks of {host}. Put "
-                'the rank into the name: `.cache(f"cache-{distkeras.rank()}")`. Or '
-                "cache in memory: `.cache()`."
-            )
+    @property
+    def files_to_write(self) -> list[str]:
+        """Those of `.cache(path)`, where they are not there yet."""
+        return files_of_caches(self._whole)
 
     def fingerprint(self) -> list[tuple[str, Any]]:
         """Length, types and what decides the order."""

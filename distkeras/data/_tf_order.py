@@ -52,7 +52,7 @@ def check_order(dataset: Any) -> list[tuple[str, Any]]:
             seeds = (int(node._seed), int(node._seed2))
             _check_seeds(seeds, "shuffle" if "Shuffle" in name else "random choice")
             found.append(("seeds of a shuffle in the pipeline", seeds))
-        elif name in ("_TensorSliceDataset", "_TensorDataset"):
+        elif name == "_TensorSliceDataset":
             arrays = [_digest(tensor) for tensor in node._tensors]
             found.append(("arrays in the pipeline", arrays))
         elif name == "_ShardDataset":
@@ -72,7 +72,7 @@ def check_order(dataset: Any) -> list[tuple[str, Any]]:
 
 
 def files_of_caches(dataset: Any) -> list[str]:
-    """Returns the files that a pipeline is about to write what it has read to.
+    """Returns the files, of this machine, that a pipeline is about to write.
 
     Args:
         dataset: a `tf.data.Dataset`.
@@ -81,13 +81,16 @@ def files_of_caches(dataset: Any) -> list[str]:
     for node in _walk(dataset):
         if type(node).__name__.strip("_") == "CacheDataset":
             path = node._filename.numpy().decode()
-            if path and not os.path.exists(f"{path}.index"):
+            if path and "://" not in path and not os.path.exists(f"{path}.index"):
                 found.append(os.path.abspath(path))
     return found
 
 
 def _digest(tensor: Any) -> str | None:
-    """Digests what a pipeline holds in memory; of strings some, and no folders."""
+    """Digests what a pipeline holds in memory; of strings some.
+
+    Not what they begin with alike, as the folder of all may be a rank's own.
+    """
     import tensorflow as tf
 
     if not tf.is_tensor(tensor) or not hasattr(tensor, "numpy"):
@@ -100,7 +103,8 @@ def _digest(tensor: Any) -> str | None:
     count = int(tf.size(flat))
     picked = np.linspace(0, max(count - 1, 0), min(count, _MOST_STRINGS)).astype(int)
     strings = tf.gather(flat, picked).numpy().tolist()
-    return digest([count, *map(os.path.basename, strings)])
+    common = os.path.commonprefix(strings).rfind(b"/") + 1
+    return digest([count, *(string[common:] for string in strings)])
 
 
 def has_order_of_its_own(dataset: Any) -> bool:
