@@ -16,7 +16,6 @@ from typing import Any
 import keras
 
 _METHODS = ("save", "save_weights", "export")
-_ORIGINAL = "_distkeras_original"
 
 
 def write_whole_files(model: keras.Model) -> None:
@@ -28,14 +27,15 @@ def write_whole_files(model: keras.Model) -> None:
     folder that is only true of each file, and of the whole when all are done.
 
     Args:
-        model: whose `save`, `save_weights` and `export` are replaced.
+        model: whose `save`, `save_weights` and `export` are replaced, where they are
+            those of Keras.
     """
     for part in model._flatten_layers():
         if isinstance(part, keras.Model):
             for name in _METHODS:
-                method = getattr(part, name, None)
-                if callable(method) and not hasattr(method, _ORIGINAL):
-                    object.__setattr__(part, name, _whole(method))
+                of_keras = getattr(type(part), name, None) is getattr(keras.Model, name)
+                if of_keras and name not in vars(part):
+                    object.__setattr__(part, name, _whole(getattr(part, name)))
 
 
 def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +51,6 @@ def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
             _put_in_place(Path(folder), path.parent)
         return result
 
-    setattr(save, _ORIGINAL, method)
     return save
 
 

@@ -94,6 +94,20 @@ def test_models_within_save_too(world: Communicator, tmp_path: Path) -> None:
     world.barrier()
 
 
+def test_ways_of_the_users_stay(world: Communicator, tmp_path: Path) -> None:
+    class Own(keras.Sequential):
+        def save(self) -> str:  # type: ignore[override]
+            return "own"
+
+    model = Own([keras.layers.Dense(2)])
+    model.build((None, 3))
+    model.export = lambda: "mine"
+    trainer(model)
+    assert (model.save(), model.export()) == ("own", "mine")
+    model.save_weights(tmp_path / "model.weights.h5")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.weights.h5"]
+
+
 def test_what_is_there_stays_until_the_new_is_whole(
     world: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
