@@ -32,6 +32,7 @@ from distkeras.communicators._rendezvous import READ
 from distkeras.communicators._rendezvous import Process
 from distkeras.communicators._rendezvous import Rendezvous
 from distkeras.communicators._shared_chain import Chain
+from distkeras.communicators._shared_reduction import Direct
 from distkeras.communicators._steps import BARRIER
 from distkeras.communicators._steps import make_label
 from distkeras.communicators._waiting import Call
@@ -231,6 +232,31 @@ def test_who_adds_in_turn(world: Communicator, in_turn: bool | None) -> None:
     else:
         wanted = in_turn and world.size > 2
         assert found == [False, wanted, wanted]
+    communicator.close()
+
+
+@pytest.mark.parametrize("direct_bytes", (None, 1 << 12))
+def test_who_combines_all_by_itself(
+    world: Communicator, direct_bytes: int | None
+) -> None:
+    """Two ranks; more where buffers are small, or where cores are shared and not large.
+
+    As the option says, or up to 16 KiB, or up to 1 MiB of all ranks together.
+    """
+    if world.size == 1:
+        pytest.skip("one rank shares no memory")
+    communicator = SharedMemoryCommunicator(direct_bytes=direct_bytes, in_turn=False)
+    communicator.allreduce(np.ones(1, "float32"))
+    node = communicator._node
+    assert node is not None
+    crowded = node.rendezvous.cores < world.size
+    most = direct_bytes or ((1 << 20) // world.size if crowded else 1 << 14)
+    for size in (most - most % 4, most - most % 4 + 4):
+        buffer = np.full(size // 4, world.rank + 1, "float32")
+        communicator.allreduce(buffer)
+        assert (buffer == world.size * (world.size + 1) / 2).all()
+        wanted = world.size == 2 or size <= most
+        assert isinstance(communicator._find(buffer, "sum"), Direct) == wanted
     communicator.close()
 
 

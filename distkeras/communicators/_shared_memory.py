@@ -45,6 +45,11 @@ _USABLE = 0x1 | 0x100 | 0x400
 _MOST_REDUCTIONS = 256
 _FIRST_SLOT = 1 << 14  # bytes
 _SHORTEST_LINK = 1 << 18  # bytes, of a sum that is made in turn
+# Bytes up to which each rank combines for itself what one of them could for all: of a
+# buffer where each has its core, else of all ranks' buffers together, as there a second
+# meeting costs more (measured with 3, 4 and 6 ranks on 2 cores).
+_DIRECT_BYTES = 1 << 14
+_DIRECT_BYTES_OF_ALL = 1 << 20
 
 
 class SharedMemoryCommunicator(ComposedCommunicator):
@@ -76,7 +81,8 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             leave the cache before they are read.
         direct_bytes: up to this many bytes, more than two ranks combine a buffer each
             by itself, above it each combines a slice for all. Two ranks always do
-            the former, but for half precision.
+            the former, but for half precision. By default 16 KiB; where ranks are
+            more than their cores, 1 MiB divided by the number of ranks.
         in_turn: whether more than two ranks add to one sum, one after another, where a
             buffer fills a chunk. By default where they are twice as many as their
             cores, or more, and a buffer has a chunk or more for each core to work on.
@@ -100,7 +106,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         host: MPICommunicator | None = None,
         *,
         chunk_bytes: int = 1 << 20,
-        direct_bytes: int = 1 << 14,
+        direct_bytes: int | None = None,
         in_turn: bool | None = None,
     ) -> None:
         """Checks that the ranks share memory; collective."""
@@ -219,13 +225,21 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             node.rendezvous.meet_alike(label)
             self._grow(buffer.nbytes)
         narrow = dtype.kind in "fV" and dtype.itemsize < 4
-        many = self.size > 2 and buffer.nbytes > self._direct_bytes
+        many = self.size > 2 and buffer.nbytes > self._most_direct(node)
         beyond = node.across is not None
         if many and not beyond and not narrow and self._goes_in_turn(node, buffer):
             return Chain(node, label, self._slots, buffer.size, dtype, op)
         if beyond or narrow or many or place_matters(UFUNCS[op], dtype):
             return Sliced(node, label, self._slots, buffer.size, dtype, op)
         return Direct(node, label, self._slots, buffer.size, dtype, op)
+
+    def _most_direct(self, node: Node) -> int:
+        """Returns up to how many bytes each rank combines for itself."""
+        if self._direct_bytes is not None:
+            return self._direct_bytes
+        if node.rendezvous.cores < self.size:
+            return max(_DIRECT_BYTES, _DIRECT_BYTES_OF_ALL // self.size)
+        return _DIRECT_BYTES
 
     def _goes_in_turn(self, node: Node, buffer: np.ndarray) -> bool:
         """Whether a sum is made by one rank after another; the same on all ranks."""
