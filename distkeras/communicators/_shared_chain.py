@@ -13,12 +13,11 @@ import numpy as np
 
 from distkeras.communicators._arithmetic import UFUNCS
 from distkeras.communicators._arithmetic import copy_bytes
-from distkeras.communicators._base import Op
 from distkeras.communicators._base import Part
 from distkeras.communicators._rendezvous import ADDED
 from distkeras.communicators._rendezvous import READ
-from distkeras.communicators._rendezvous import Label
 from distkeras.communicators._shared_reduction import SLOTS
+from distkeras.communicators._shared_reduction import Message
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
 
@@ -37,23 +36,19 @@ class Chain(Reduction):
 
     Args:
         node: the ranks.
-        label: of the call.
         slots: bytes of each rank, by rank, of each slot.
-        length: elements of the buffer.
-        dtype: of the buffer, one that NumPy computes in.
-        op: the operation.
+        message: what for.
     """
 
     def __init__(
         self,
         node: Node,
-        label: Label,
         slots: Sequence[Sequence[np.ndarray]],
-        length: int,
-        dtype: np.dtype,
-        op: Op,
+        message: Message,
     ) -> None:
-        self._node, self._label, self._ufunc = node, label, UFUNCS[op]
+        self._node, self._label = node, message.label
+        self._ufunc = UFUNCS[message.op]
+        length, dtype = message.length, message.dtype
         step = slots[0][0].size // dtype.itemsize
         self._links = [slice(i, min(i + step, length)) for i in range(0, length, step)]
         self._slots = [

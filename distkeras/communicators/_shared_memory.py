@@ -27,6 +27,7 @@ from distkeras.communicators._rendezvous import Rendezvous
 from distkeras.communicators._shared_chain import Chain
 from distkeras.communicators._shared_reduction import SLOTS
 from distkeras.communicators._shared_reduction import Direct
+from distkeras.communicators._shared_reduction import Message
 from distkeras.communicators._shared_reduction import Node
 from distkeras.communicators._shared_reduction import Reduction
 from distkeras.communicators._shared_reduction import Sliced
@@ -225,13 +226,14 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             node.rendezvous.meet_alike(label)
             self._grow(buffer.nbytes)
         narrow = dtype.kind in "fV" and dtype.itemsize < 4
+        message = Message(label, buffer.size, dtype, op)
         many = self.size > 2 and buffer.nbytes > self._most_direct(node)
         beyond = node.across is not None
         if many and not beyond and not narrow and self._goes_in_turn(node, buffer):
-            return Chain(node, label, self._slots, buffer.size, dtype, op)
+            return Chain(node, self._slots, message)
         if beyond or narrow or many or place_matters(UFUNCS[op], dtype):
-            return Sliced(node, label, self._slots, buffer.size, dtype, op)
-        return Direct(node, label, self._slots, buffer.size, dtype, op)
+            return Sliced(node, self._slots, message)
+        return Direct(node, self._slots, message)
 
     def _most_direct(self, node: Node) -> int:
         """Returns up to how many bytes each rank combines for itself."""

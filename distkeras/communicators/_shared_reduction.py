@@ -60,6 +60,22 @@ class Node(NamedTuple):
         return cuts + [slice(length, length)] * (self.size - self.takers)
 
 
+class Message(NamedTuple):
+    """What a reduction is prepared for.
+
+    Attributes:
+        label: of the call.
+        length: elements of the buffer.
+        dtype: of the buffer; but for `Sliced` one that NumPy computes in.
+        op: the operation.
+    """
+
+    label: Label
+    length: int
+    dtype: np.dtype
+    op: Op
+
+
 class Reduction(abc.ABC):
     """A prepared allreduce."""
 
@@ -102,24 +118,19 @@ class Direct(Reduction):
 
     Args:
         node: the ranks.
-        label: of the call.
         slots: bytes of each rank, by rank, of each slot.
-        length: elements of the buffer.
-        dtype: of the buffer, one that NumPy computes in.
-        op: the operation.
+        message: what for.
     """
 
     def __init__(
         self,
         node: Node,
-        label: Label,
         slots: Sequence[Sequence[np.ndarray]],
-        length: int,
-        dtype: np.dtype,
-        op: Op,
+        message: Message,
     ) -> None:
-        self._rendezvous, self._label = node.rendezvous, label
-        self._quiet, self._ufunc = node.quiet, UFUNCS[op]
+        self._rendezvous, self._label = node.rendezvous, message.label
+        self._quiet, self._ufunc = node.quiet, UFUNCS[message.op]
+        length, dtype = message.length, message.dtype
         step = slots[0][0].size // dtype.itemsize
         self._pieces = [
             (slice(i, i + step), _operands(slots, min(step, length - i), node, dtype))
@@ -195,40 +206,33 @@ class Sliced(Reduction):
 
     Args:
         node: the ranks.
-        label: of the call.
         slots: bytes of each rank, by rank, of each slot.
-        length: elements of the buffer.
-        dtype: of the buffer.
-        op: the operation.
+        message: what for.
     """
 
     def __init__(
         self,
         node: Node,
-        label: Label,
         slots: Sequence[Sequence[np.ndarray]],
-        length: int,
-        dtype: np.dtype,
-        op: Op,
+        message: Message,
     ) -> None:
-        self._node, self._label, self._op = node, label, op
+        self._node, self._label, self._op = node, message.label, message.op
+        length, dtype = message.length, message.dtype
         step = slots[0][0].size // dtype.itemsize
         known: dict[int, tuple[_Slot, ...]] = {}
         self._pieces: list[tuple[slice, tuple[_Slot, ...]]] = []
         for start in range(0, length, step):
             count = min(step, length - start)
             if count not in known:
-                known[count] = tuple(self._slot(s, count, dtype, op) for s in slots)
+                known[count] = tuple(self._slot(s, count, dtype) for s in slots)
             self._pieces.append((slice(start, start + count), known[count]))
 
-    def _slot(
-        self, ranks: Sequence[np.ndarray], length: int, dtype: np.dtype, op: Op
-    ) -> _Slot:
+    def _slot(self, ranks: Sequence[np.ndarray], length: int, dtype: np.dtype) -> _Slot:
         size = length * dtype.itemsize
         parts = [part[:size].view(dtype) for part in ranks]
         cuts = self._node.slices(length, dtype.itemsize)
         mine = cuts[self._node.rank]
-        combine = combiner([p[mine] for p in parts], self._node.rank, op)
+        combine = combiner([p[mine] for p in parts], self._node.rank, self._op)
         places = [
             slice(s.start * dtype.itemsize, s.stop * dtype.itemsize) for s in cuts
         ]
