@@ -124,9 +124,10 @@ def test_deaths_in_other_containers_are_not_guessed() -> None:
     rendezvous.release()
 
 
-@pytest.mark.parametrize("futex", ("there", "refused", "missing"))
-def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: str) -> None:
-    """Woken, not by the end of a nap; or, where nobody can be woken, by that."""
+def sleepers(
+    monkeypatch: pytest.MonkeyPatch, futex: str, size: int
+) -> list[Rendezvous]:
+    """Returns all ranks' sides of a meeting, which sleep until they are woken."""
     if futex == "refused":
         monkeypatch.setattr(Futex, "wait", lambda *_: False)
     if futex == "missing":
@@ -134,13 +135,20 @@ def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: str) -> None:
     elif find_futex(memoryview(bytearray(8)).cast("q")) is None:
         pytest.skip("the system has no futex")
     monkeypatch.setattr(_rendezvous, "_LONGEST_FUTEX", 1e3)
-    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(2)]
-    calls = Calls([0, 98])
-    pair = [
-        Rendezvous(rank, headers, [Process.this()] * 2, lambda: None, calls)
-        for rank in range(2)
+    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(size)]
+    calls = Calls([0, 100 - size])
+    ranks = [
+        Rendezvous(rank, headers, [Process.this()] * size, lambda: None, calls)
+        for rank in range(size)
     ]
     calls.close()
+    return ranks
+
+
+@pytest.mark.parametrize("futex", ("there", "refused", "missing"))
+def test_sleepers_go_on(monkeypatch: pytest.MonkeyPatch, futex: str) -> None:
+    """Woken, not by the end of a nap; or, where nobody can be woken, by that."""
+    pair = sleepers(monkeypatch, futex, 2)
     for rank, late in ((0, 1), (1, 0), (0, 1)):
         waiting = threading.Thread(target=pair[rank].meet_alike, args=[BARRIER])
         waiting.start()
@@ -158,18 +166,7 @@ def test_sleepers_are_woken_by_whom_they_wait_for(
     monkeypatch: pytest.MonkeyPatch, futex: str
 ) -> None:
     """Not by others, nor by what they do not wait for."""
-    if futex == "missing":
-        monkeypatch.setattr(_rendezvous, "find_futex", lambda words: None)
-    elif find_futex(memoryview(bytearray(8)).cast("q")) is None:
-        pytest.skip("the system has no futex")
-    monkeypatch.setattr(_rendezvous, "_LONGEST_FUTEX", 1e3)
-    headers = [memoryview(bytearray(HEADER_BYTES)) for _ in range(3)]
-    calls = Calls([0, 97])
-    ranks = [
-        Rendezvous(rank, headers, [Process.this()] * 3, lambda: None, calls)
-        for rank in range(3)
-    ]
-    calls.close()
+    ranks = sleepers(monkeypatch, futex, 3)
     for number in (5, 9):
         waiting = threading.Thread(target=ranks[2].await_rank, args=[1, ADDED, number])
         waiting.start()
