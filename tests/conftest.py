@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -170,6 +171,13 @@ def _digit_sum(number: int, base: int) -> int:
         number, digit = divmod(number, base)
         total += digit
     return total
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Shows no stacks before its time of a test that may take longer than most."""
+    own = item.get_closest_marker("timeout")
+    if own is not None and own.args[0] > float(item.config.getini("timeout")):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
