@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from distkeras._logging import LOGGER
 from distkeras.communicators import Communicator
 from distkeras.communicators import collectively
 from distkeras.gradients import StepClock
@@ -44,30 +45,44 @@ class Timeline(keras.callbacks.Callback):
         self._clock = clock
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins to keep events, if there is a folder to write to; collective."""
+        """Begins to keep events, if the file can be written; collective."""
 
-        def making_the_folder_of_the_timeline() -> None:
+        def opening_the_timeline() -> None:
             if self._communicator.rank == 0:  # or it is missed when training is over
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                _try_to_write(self._path)
 
-        collectively(self._communicator, making_the_folder_of_the_timeline)
+        collectively(self._communicator, opening_the_timeline)
         self._clock.events.clear()
         self._clock.traced = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gathers the events of all ranks and writes them; collective."""
+        """Gathers the events of all ranks and writes them; collective.
+
+        What has been trained is not lost for a trace: that it cannot be written (the
+        disk may have run full) is logged.
+        """
         self._clock.traced = False
         shift = _shift(self._communicator)
         mine = [(e.part, e.start - shift, e.seconds) for e in self._clock.events]
         ranks = self._communicator.gather_object(mine)
         self._clock.events.clear()
 
-        def writing_the_timeline() -> None:
-            if ranks is not None:
-                trace = _trace(ranks, self._communicator.hosts)
+        if ranks is not None:
+            trace = _trace(ranks, self._communicator.hosts)
+            try:
                 self._path.write_text(json.dumps(trace))
+            except OSError as error:
+                LOGGER.error("the timeline is not written: %s", error)
 
-        collectively(self._communicator, writing_the_timeline)
+
+def _try_to_write(path: Path) -> None:
+    """Raises OSError unless there can be a file; leaves what there is as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    there = path.exists()
+    with path.open("ab"):
+        pass
+    if not there:
+        path.unlink()
 
 
 def _shift(communicator: Communicator) -> float:

@@ -64,10 +64,15 @@ def test_without_shared_memory_the_order_is_that_of_mpi(
     assert ("would not reproduce" in chosen.reason) == (world.size > 2)
 
 
-@pytest.mark.parametrize("bucket_bytes", (0, -1, "auto"))
+@pytest.mark.parametrize("bucket_bytes", (0, -1, "auto", True, 1e6))
 def test_sizes_that_are_none(bucket_bytes: Any) -> None:
     with pytest.raises(ValueError, match="a positive number of bytes, or None"):
         distkeras.Trainer(keras.Sequential(), bucket_bytes=bucket_bytes)
+
+
+def test_sizes_may_be_numpys() -> None:
+    size = np.int64(1 << 20)
+    assert make_plan([Gradient("a", (3,), "float32")], size).buckets[0].length == 32
 
 
 @pytest.mark.parametrize("nodes", ("one", "two"))

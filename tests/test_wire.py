@@ -244,6 +244,8 @@ def test_nodes_exchange_halves(world: Communicator) -> None:
 def test_words_without_meaning() -> None:
     with pytest.raises(ValueError, match="compression='int8'"):
         make_wire("int8")
+    with pytest.raises(ValueError, match="bfloat16"):
+        make_wire(["float16"])
     with pytest.raises(ValueError, match="error_feedback=True"):
         make_wire(None, error_feedback=True)
     with pytest.raises(ValueError, match="compression='gzip'"):

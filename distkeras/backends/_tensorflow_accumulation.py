@@ -72,7 +72,7 @@ def accumulate(
 
     def at_update() -> list[tf.Tensor]:
         sums = [
-            tf.maximum(g, a) if is_max else g + tf.cast(a * scale, g.dtype)
+            tf.maximum(g, a) if is_max else g + _scaled(a, scale, g.dtype)
             for g, a, is_max in zip(shares, accumulators, largest, strict=True)
         ]
         # The shares are already weighted, so here every rank counts once and
@@ -91,3 +91,8 @@ def accumulate(
     is_update &= tf.logical_and(examples > 0, tf.logical_not(nonfinite))
     reduced = tf.cond(is_update, at_update, lambda: shares)
     return reduced, examples
+
+
+def _scaled(accumulator: tf.Tensor, scale: Any, dtype: tf.DType) -> tf.Tensor:
+    # A loss scale is float32 whatever the variable is.
+    return tf.cast(accumulator * tf.cast(scale, accumulator.dtype), dtype)

@@ -170,6 +170,7 @@ class TensorFlowExchange:
         return self.exchange.plan(
             tuple(id(variable) for variable in variables),
             [_describe(g, v) for g, v in zip(gradients, variables, strict=True)],
+            together=tf.executing_eagerly(),
         )
 
     def _reduce(

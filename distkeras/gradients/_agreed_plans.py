@@ -1,8 +1,11 @@
-"""The plans of one exchange: made once a list of variables, agreed over ranks."""
+"""The plans of one exchange: made once a list of gradients, agreed over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence
+
+import numpy as np
 
 from distkeras._logging import LOGGER
 from distkeras.communicators import Communicator
@@ -14,65 +17,113 @@ from distkeras.gradients._plan import Gradient
 from distkeras.gradients._plan import Plan
 from distkeras.gradients._plan import make_plan
 
+_MOST_PLANS = 3
+
 
 class AgreedPlans:
-    """Plans by the list of variables they are for.
+    """Plans by the list of variables they are for, and by which gradients exist.
+
+    A layer that is left out of some steps makes a plan for those with it and one for
+    those without. Of each list of variables the newest few are kept.
 
     Args:
         communicator: the ranks that agree.
         bucket_bytes: size above which a bucket is closed; None chooses one with the
             first plan, and makes the first bucket a small one.
         sent: in which form gradients travel; ranks agree on that too.
+        dropped: called with a plan that is not kept.
     """
 
     def __init__(
-        self, communicator: Communicator, bucket_bytes: int | None, sent: str
+        self,
+        communicator: Communicator,
+        bucket_bytes: int | None,
+        sent: str,
+        dropped: Callable[[Plan], None],
     ) -> None:
         self._communicator = communicator
         self._bucket_bytes = bucket_bytes
         self._options = f"sent {sent}, bucket_bytes={bucket_bytes}"
+        self._dropped = dropped
         self._chosen: BucketSize | None = None
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        # By list, the newest plan last.
+        self._plans: dict[tuple[int, ...], dict[tuple[Gradient, ...], Plan]] = {}
 
-    def get(self, key: tuple[int, ...], gradients: Sequence[Gradient]) -> Plan:
+    def get(
+        self,
+        key: tuple[int, ...],
+        gradients: Sequence[Gradient],
+        *,
+        together: bool = False,
+    ) -> Plan:
         """Returns the plan for a list of variables, agreed over ranks when new.
 
-        Collective the first time that `key` is seen; see `GradientExchange.plan`.
+        Collective the first time that `key` is seen, and whenever all come here
+        together; see `GradientExchange.plan`.
         """
-        known = self._plans.get(key)
-        if known is not None and known.gradients == tuple(gradients):
-            return known
-        if known is None:
-            agree(
-                self._communicator,
-                "the model's gradients (trainable variables in order, with shape, "
-                "dtype and whether the loss depends on them)",
-                [self._options, *Plan(tuple(gradients), ()).rows],
-            )
-        plan = self._make(gradients)
-        self._plans[key] = plan
+        listed = tuple(gradients)
+        plans = self._plans.get(key, {})
+        plan = plans.pop(listed, None)
+        if plan is not None:
+            plans[listed] = plan
+        if together:
+            # Before what ranks know of the list makes them do otherwise.
+            self._compare(plan or Plan(listed, ()))
+        if not plans:
+            self.agree(Plan(listed, ()))
+        if plan is None:
+            plan = self._make(listed, new=not plans)
+            self._plans.setdefault(key, plans)[listed] = plan
+            if len(plans) > _MOST_PLANS:
+                self._dropped(plans.pop(next(iter(plans))))
         return plan
 
-    def _make(self, gradients: Sequence[Gradient]) -> Plan:
+    def agree(self, plan: Plan) -> None:
+        """Raises the same error on every rank unless all follow the same plan.
+
+        Collective.
+
+        Raises:
+            MismatchError: on every rank, naming the first gradient that differs.
+        """
+        agree(
+            self._communicator,
+            "the model's gradients (trainable variables in order, with shape, "
+            "dtype and whether the loss depends on them)",
+            [self._options, *plan.rows],
+        )
+
+    def _compare(self, plan: Plan) -> None:
+        """Does what `agree` does, by one small message where ranks agree."""
+        least = np.array([plan.digest, -plan.digest])
+        self._communicator.allreduce(least, "min")
+        if least[0] != -least[1]:
+            self.agree(plan)
+
+    def _make(self, gradients: Sequence[Gradient], *, new: bool) -> Plan:
         if self._bucket_bytes is not None:
             return make_plan(gradients, self._bucket_bytes)
         if self._chosen is None:
             self._chosen = choose_bucket_bytes(self._communicator)
         plan = make_plan(gradients, self._chosen.bytes, first_bytes=FIRST_BUCKET_BYTES)
-        LOGGER.info(
-            "gradients of %.1f MB travel in %d bucket(s) of up to %d MiB (%s)",
-            plan.nbytes / 1e6,
-            len(plan.buckets),
-            self._chosen.bytes >> 20,
-            self._chosen.reason,
-        )
+        if new:
+            LOGGER.info(
+                "gradients of %.1f MB travel in %d bucket(s) of up to %d MiB (%s)",
+                plan.nbytes / 1e6,
+                len(plan.buckets),
+                self._chosen.bytes >> 20,
+                self._chosen.reason,
+            )
         return plan
 
     @property
     def made(self) -> list[Plan]:
         """The newest plan of each list, in the order in which the lists came."""
-        return list(self._plans.values())
+        return [next(reversed(plans.values())) for plans in self._plans.values()]
 
     def number(self, plan: Plan) -> int | None:
-        """Returns the place of a plan in `made`; None if another took its place."""
-        return next((n for n, made in enumerate(self.made) if made is plan), None)
+        """Returns the place in `made` of a plan's list; None if it is not kept."""
+        for number, plans in enumerate(self._plans.values()):
+            if any(kept is plan for kept in plans.values()):
+                return number
+        return None

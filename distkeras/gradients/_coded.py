@@ -63,6 +63,8 @@ class CodedBuckets:
         bucket = plan.buckets[number]
         if not any(self.takes(plan, before) for before in range(number)):
             self._flags.exchange(examples, False)
+        if self._flags.plans_differ:
+            return
         body = buffer[HEADER // bucket.dtype.itemsize :]
         total = self._flags.examples
         if not total:  # nobody applies anything: nothing is sent

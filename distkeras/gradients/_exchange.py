@@ -22,7 +22,9 @@ from distkeras.gradients._channel import Channel
 from distkeras.gradients._channel import Counters
 from distkeras.gradients._clock import StepClock
 from distkeras.gradients._coded import CodedBuckets
+from distkeras.gradients._flags import NO_PLAN
 from distkeras.gradients._flags import StepFlags
+from distkeras.gradients._flags import marks
 from distkeras.gradients._plain import reduce_plain
 from distkeras.gradients._plan import Gradient
 from distkeras.gradients._plan import Plan
@@ -70,6 +72,7 @@ class GradientExchange:
             self.communicator,
             bucket_bytes,
             "as they are" if wire is None else wire.describe(),
+            self._forget,
         )
         self._coded: CodedBuckets | None = None
         if wire is not None:
@@ -82,19 +85,28 @@ class GradientExchange:
         # A copy of a model or optimizer goes on talking to the same ranks.
         return self
 
-    def plan(self, key: tuple[int, ...], gradients: Sequence[Gradient]) -> Plan:
+    def plan(
+        self,
+        key: tuple[int, ...],
+        gradients: Sequence[Gradient],
+        *,
+        together: bool = False,
+    ) -> Plan:
         """Returns the plan for a list of variables, agreed over ranks when new.
 
-        Collective the first time that `key` is seen.
+        Collective the first time that `key` is seen, and whenever `together` is given.
+        Should ranks follow plans that differ nevertheless, `reduce` raises.
 
         Args:
             key: identifies the list of variables on this rank.
             gradients: their gradients.
+            together: whether all ranks are here, now: where steps are run eagerly,
+                and not traced, which each rank does when it must.
 
         Raises:
             MismatchError: on every rank, naming the first gradient that differs.
         """
-        return self._plans.get(key, gradients)
+        return self._plans.get(key, gradients, together=together)
 
     def residuals(self) -> dict[str, np.ndarray]:
         """Returns what error feedback keeps on this rank, to go on with later."""
@@ -165,15 +177,19 @@ class GradientExchange:
         Returns:
             Σ n·g / Σ n over ranks (or the maximum), in the order and the dtypes of
             `arrays`: views of the fusion buffer where the dtype is that of the wire.
+
+        Raises:
+            MismatchError: on every rank, if gradients differ over ranks.
         """
         self.clock.arrived(arrived)
-        self._flags.enter(arrived)
+        self._follow(plan, arrived)
         bucket = plan.buckets[number]
         buffer = self._buffer(plan, number)
         if self._coded is not None and self._coded.takes(plan, number):
             self._coded.reduce(plan, number, buffer, examples, arrays)
         else:
             reduce_plain(self._channel, self._flags, bucket, buffer, examples, arrays)
+        self._check(plan)
         if number == len(plan.buckets) - 1 and not plan.sparse:
             self._flags.finish()
         results = [
@@ -207,10 +223,14 @@ class GradientExchange:
         Returns:
             All ranks' rows, in the order of ranks, each times n / Σ n; with `merge`,
             their sums, each index once. In the wire's dtype.
+
+        Raises:
+            MismatchError: on every rank, if gradients differ over ranks.
         """
         self.clock.arrived(arrived)
-        self._flags.enter(arrived)
+        self._follow(plan, arrived)
         result = self._sparse.reduce(plan, examples, pieces, merge=merge)
+        self._check(plan)
         self._flags.finish()
         self.clock.lap("unpack")
         return result
@@ -237,6 +257,7 @@ class GradientExchange:
         """
         self.clock.arrived(arrived)
         self._flags.enter(arrived, begins=begins)
+        self._flags.marks = NO_PLAN
         any_nonfinite = self._flags.exchange(examples, nonfinite)
         return self._flags.examples, any_nonfinite
 
@@ -253,7 +274,28 @@ class GradientExchange:
         for close in self._also_close:
             close()
         self._also_close.clear()
+        # TensorFlow keeps what a graph calls, and so this object, for good.
+        for plan, _ in list(self._buffers.values()):
+            self._forget(plan)
         self.communicator.close()
+
+    def _follow(self, plan: Plan, arrived: float) -> None:
+        """Notes that a message of a plan is to be sent."""
+        self._flags.enter(arrived)
+        self._flags.marks = marks(plan.digest)
+
+    def _check(self, plan: Plan) -> None:
+        """Raises on every rank if the flags of a message told of different plans."""
+        if self._flags.plans_differ:
+            self._flags.plans_differ = False
+            self._plans.agree(plan)
+
+    def _forget(self, plan: Plan) -> None:
+        """Lets go of a plan's buffers, and of what is yet to be sent of it."""
+        for key in [key for key in self._buffers if key[0] == id(plan)]:
+            del self._buffers[key]
+            if self.wire is not None:
+                self.wire.forget(key)
 
     def _buffer(self, plan: Plan, number: int) -> np.ndarray:
         key = (id(plan), number)

@@ -8,6 +8,8 @@ talking about it again.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -105,6 +107,12 @@ class Plan:
         """One line a variable, for comparison over ranks."""
         return [f"{n} {gradient.row}" for n, gradient in enumerate(self.gradients)]
 
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number of 60 bits that is another one for other `rows`."""
+        data = "\n".join(self.rows).encode()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 4
+
     @property
     def nbytes(self) -> int:
         """Bytes that one exchange reduces, rows of sparse gradients apart."""
@@ -151,7 +159,8 @@ def make_plan(
         The plan.
 
     Raises:
-        ValueError: if `bucket_bytes` is not positive or no gradient exists.
+        ValueError: if `bucket_bytes` is not positive, if no gradient exists, or if one
+            is complex.
 
     Example:
         >>> plan = make_plan([Gradient("a", (3,), "float32"),
@@ -160,6 +169,7 @@ def make_plan(
         [(1, 16), (0, 32)]
     """
     check_bucket_bytes(bucket_bytes)
+    _check_real(gradients)
     first = min(bucket_bytes, first_bytes or bucket_bytes)
     open_: dict[tuple[np.dtype, Reduction], list[Placement]] = {}
     ends: dict[tuple[np.dtype, Reduction], int] = {}
@@ -197,11 +207,23 @@ def make_plan(
     return plan
 
 
+def _check_real(gradients: Sequence[Gradient]) -> None:
+    for gradient in gradients:
+        if gradient.exists and gradient.dtype.startswith("complex"):
+            raise ValueError(
+                "Expected gradients of real numbers. Received: one of "
+                f"{gradient.dtype} for the variable {gradient.path!r}. Keep its real "
+                "and imaginary part in a variable each, and make the complex number "
+                "of them (`tf.complex`) where it is used."
+            )
+
+
 def check_bucket_bytes(bucket_bytes: int | None) -> None:
     """Raises ValueError unless this is a size of buckets, or None."""
     if bucket_bytes is None:
         return
-    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
+    whole = isinstance(bucket_bytes, (int, np.integer))
+    if not whole or isinstance(bucket_bytes, bool) or bucket_bytes <= 0:
         raise ValueError(
             "`bucket_bytes` must be a positive number of bytes, or None. "
             f"Received: bucket_bytes={bucket_bytes}"

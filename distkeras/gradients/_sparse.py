@@ -70,6 +70,8 @@ class SparseExchange:
         self._channel.counters.messages += 1
         total = np.sum(heads, axis=0)
         self._flags.read(total)
+        if self._flags.plans_differ:
+            return mine
         forms: dict[str, list[int]] = {}
         for k, (kind, length) in enumerate(zip(kinds, total[WRITTEN:], strict=True)):
             sparse = length * row_bytes(*kind) < dense_bytes(*kind)

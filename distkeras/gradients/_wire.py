@@ -64,6 +64,10 @@ class Wire(abc.ABC):
     def multiplier(self, size: int) -> float:
         """Returns what `errors` are multiplied by on so many ranks."""
 
+    def forget(self, key: Hashable) -> None:
+        """Lets go of what is kept under a key of `allreduce`, if anything is."""
+        self.errors.pop(key, None)
+
     @abc.abstractmethod
     def allreduce(
         self, communicator: Communicator, key: Hashable, buffer: np.ndarray
@@ -128,6 +132,11 @@ class HalfPrecision(Wire):
         """Returns the largest power of two that is not above `size`."""
         return float(1 << (size.bit_length() - 1))
 
+    def forget(self, key: Hashable) -> None:
+        """Lets go of what is kept under a key of `allreduce`, if anything is."""
+        super().forget(key)
+        self._narrow.pop(key, None)
+
     def allreduce(
         self, communicator: Communicator, key: Hashable, buffer: np.ndarray
     ) -> int:
@@ -184,9 +193,10 @@ def make_wire(compression: Any, *, error_feedback: bool = False) -> Wire | None:
                 "is rounded. Received: compression=None"
             )
         return None
-    if compression not in _DTYPES:
+    dtype: Compression | None = compression if compression in tuple(_DTYPES) else None
+    if dtype is None:
         raise ValueError(
             "Expected `compression` to be None, 'float16' or 'bfloat16'. Received: "
             f"compression={compression!r}"
         )
-    return HalfPrecision(compression, error_feedback=error_feedback)
+    return HalfPrecision(dtype, error_feedback=error_feedback)

@@ -1,0 +1,247 @@
+"""Gradients that exist in some steps only: exact where ranks agree, else an error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import trainer
+
+import distkeras
+from distkeras import MismatchError
+from distkeras.communicators import Communicator
+from distkeras.gradients import Gradient
+from distkeras.gradients import GradientExchange
+from distkeras.gradients import Rows
+from distkeras.gradients import make_wire
+from distkeras.gradients._flags import _alike
+from distkeras.gradients._flags import marks
+
+# What may differ without a word of the communicator: the messages are as long.
+FIRST = [Gradient("a", (9,), "float32"), Gradient("b", (9,), "float32", exists=False)]
+SECOND = [Gradient("a", (9,), "float32", exists=False), Gradient("b", (9,), "float32")]
+BOTH = [Gradient("a", (9,), "float32"), Gradient("b", (9,), "float32")]
+
+
+def assert_one_error(world: Communicator, call: Callable[[], Any], *words: str) -> None:
+    """Checks that all ranks get the same error."""
+    with pytest.raises(MismatchError) as error:
+        call()
+    messages = world.allgather_object(str(error.value))
+    assert len(set(messages)) == 1
+    for word in words:
+        assert word in messages[0]
+
+
+def test_marks_tell_plans_apart_on_any_number_of_ranks() -> None:
+    generator = random.Random(1)
+    for size in (1, 2, 3, 1000, 4096):
+        digest = generator.getrandbits(60)
+        for other in (digest, digest ^ 1, digest ^ (63 << 12)):
+            sums = np.zeros(6, "float32")
+            for rank in range(size):
+                sums += np.array(marks(other if rank == size // 2 else digest), "f4")
+            assert _alike(sums.tolist(), size) == (other == digest or size == 1)
+
+
+@pytest.mark.parametrize("compression", (None, "float16"))
+def test_plans_that_differ_are_noticed_with_the_first_message(
+    world: Communicator, compression: str | None
+) -> None:
+    """Ranks that trace a step again do so by themselves: they agree on nothing then."""
+    exchange = GradientExchange(world, wire=make_wire(compression))
+    exchange.plan((1,), BOTH)
+    mine = FIRST if world.rank == 0 else SECOND
+    plan = exchange.plan((1,), mine)
+    array = np.full(9, world.rank + 1, "float32")
+    if world.size > 1:
+        assert_one_error(
+            world,
+            lambda: exchange.reduce(plan, 0, 1, [array]),
+            "rank 0: 0 a: 9 float32, gradient",
+            "rank 1: 0 a: 9 float32, no gradient"
+            if world.size == 2
+            else "1, 2: 0 a: 9 float32, no gradient",
+        )
+    # All go on together.
+    plan = exchange.plan((1,), FIRST)
+    (mean,) = exchange.reduce(plan, 0, 1, [array])
+    np.testing.assert_allclose(mean, (world.size + 1) / 2)
+    exchange.close()
+
+
+@pytest.mark.parametrize("merge", (True, False))
+def test_sparse_plans_that_differ(world: Communicator, merge: bool) -> None:
+    exchange = GradientExchange(world)
+    name = "a" if world.rank == 0 else "b"
+    exchange.plan((1,), BOTH)
+    plan = exchange.plan((1,), [Gradient(name, (900, 3), "float32", sparse=True)])
+    rows = Rows(np.array([5, world.rank]), np.ones((2, 3), "float32"))
+
+    def reduce() -> list[Rows]:
+        return exchange.reduce_rows(plan, 1, [rows], merge=merge)
+
+    if world.size == 1:
+        reduce()
+    else:
+        assert_one_error(world, reduce, "0 a: 900x3", "0 b: 900x3")
+    exchange.close()
+
+
+def test_together_ranks_agree_before_anything_is_sent(world: Communicator) -> None:
+    """Whatever each knows of the list, and however long its messages are."""
+    exchange = GradientExchange(world)
+    if world.size == 1:
+        exchange.plan((1,), BOTH, together=True)
+        exchange.close()
+        return
+    lists = [FIRST, SECOND, BOTH]
+    exchange.plan((1,), BOTH, together=True)
+    for key in ((1,), (1 + world.rank,), (5,)):
+        assert_one_error(
+            world,
+            lambda key=key: exchange.plan(key, lists[world.rank], together=True),
+            "The first difference is entry 2",
+        )
+    for mine in (*lists, *lists):
+        plan = exchange.plan((1,), mine, together=True)
+        exchange.reduce(plan, 0, 1, [np.ones(9, "float32")] * (1 + (mine is BOTH)))
+    exchange.close()
+
+
+@pytest.mark.parametrize("compression", (None, "bfloat16"))
+def test_what_is_kept_does_not_grow(
+    world: Communicator, compression: str | None
+) -> None:
+    """Of every list of variables the newest plans, their buffers, and nothing else."""
+    feedback = compression is not None
+    wire = make_wire(compression, error_feedback=feedback)
+    exchange = GradientExchange(world, wire=wire)
+    generator = random.Random(3)
+    for _ in range(60):
+        exist = [generator.random() < 0.5 for _ in range(6)] + [True]
+        listed = [
+            Gradient(str(n), (9,), "float32", exists=e) for n, e in enumerate(exist)
+        ]
+        plan = exchange.plan((1,), listed)
+        arrays = [
+            np.full(9, p.index + world.rank, "float32")
+            for p in plan.buckets[0].placements
+        ]
+        means = exchange.reduce(plan, 0, 1, arrays)
+        for place, mean in zip(plan.buckets[0].placements, means, strict=True):
+            np.testing.assert_allclose(mean, place.index + (world.size - 1) / 2, 0.01)
+        assert len(exchange._buffers) <= 4
+        assert wire is None or len(wire.errors) <= 4
+    exchange.close()
+    assert not exchange._buffers
+    assert wire is None or not wire.errors and not wire._narrow
+
+
+def alternating(world: Communicator, graph: bool, differ: bool) -> list[float]:
+    """Trains two numbers in turn, by a loop; returns them."""
+    a, b = keras.Variable(0.0, name="a"), keras.Variable(0.0, name="b")
+    optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build([a, b])
+
+    def step(use_a: bool, use_b: bool) -> None:
+        with tf.GradientTape() as tape:
+            loss = (world.rank + 1) * (use_a * a.value + 10.0 * use_b * b.value)
+            loss = tf.convert_to_tensor(loss)
+            if not use_a:
+                loss = (world.rank + 1) * 10.0 * tf.convert_to_tensor(b.value)
+            if not use_b:
+                loss = (world.rank + 1) * tf.convert_to_tensor(a.value)
+        found = tape.gradient(loss, [a.value, b.value])
+        optimizer.apply_gradients(zip(found, [a, b], strict=True))
+
+    run = tf.function(step) if graph else step
+    for _ in range(2):
+        run(True, True)
+        run(True, False)
+        run(False, True)
+    if differ:
+        run(world.rank == 0, world.rank != 0)
+    return [float(a.numpy()), float(b.numpy())]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("graph", (False, True))
+def test_in_a_loop_of_ones_own(world: Communicator, graph: bool) -> None:
+    mean = (world.size + 1) / 2
+    assert alternating(world, graph, False) == [-4 * mean, -40 * mean]
+    if world.size == 1:
+        return
+    with pytest.raises((MismatchError, tf.errors.OpError)) as error:
+        alternating(world, graph, True)
+    assert "The first difference is entry 2 of 3" in str(error.value)
+    assert len(set(world.allgather_object(isinstance(error.value, MismatchError)))) == 1
+
+
+class OneOf(keras.layers.Layer):
+    """Uses one of two layers, by the rank from the second step on."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.steps = rank, 0
+        self.layers = [keras.layers.Dense(4, name=name) for name in "ab"]
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        for layer in self.layers:
+            layer.build(shape)
+        super().build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self.steps += bool(training)
+        if self.steps < 3:
+            return self.layers[0](x) + self.layers[1](x)
+        return self.layers[self.rank % 2](x)
+
+
+def test_in_fit(world: Communicator) -> None:
+    """Ranks drifted apart, and an epoch later were told no more than that."""
+    model = keras.Sequential([keras.Input((3,)), OneOf(world.rank)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    x, y = np.ones((24, 3), "float32"), np.ones((24, 4), "float32")
+    run = trainer(model)
+    if world.size == 1:
+        return
+
+    def fit() -> None:
+        run.fit(x, y, batch_size=2, verbose=0)
+
+    assert_one_error(world, fit, "a/kernel: 3x4 float32, no gradient")
+
+
+def test_a_loss_scale_for_wide_variables(world: Communicator) -> None:
+    """Accumulators are as wide as their variables, the scale is not."""
+    x = np.random.default_rng(0).normal(size=(12 * world.size, 3)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(4, dtype="float64")]
+        )
+        model.add(keras.layers.Dense(1, dtype="float32"))
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, 8.0), "mse")
+        models.append(model)
+    single, model = models
+    options: dict[str, Any] = {"epochs": 2, "shuffle": False, "verbose": 0}
+    single.fit(x, y, batch_size=3 * world.size, **options)
+    trainer(model).fit(x, y, batch_size=3, **options)
+    for theirs, ours in zip(single.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_complex_gradients_are_an_error(world: Communicator) -> None:
+    exchange = GradientExchange(world)
+    with pytest.raises(ValueError, match=r"real numbers.*complex64.*'z'"):
+        exchange.plan((1,), [*BOTH, Gradient("z", (2,), "complex64")])
+    exchange.close()
