@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,40 @@ def test_sizes_in_words() -> None:
     assert _bench._words(4 << 10) == "4 KiB" and _bench._words(10) == "10 bytes"
     with pytest.raises(SystemExit):
         _bench.main(["--sizes", "many"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        "--rounds 0",
+        "--dtype bfloat16",
+        "--dtype nonsense",
+        "--model resnet20 --steps 0",
+        "--model resnet20 --batch -1",
+        "-n none",
+    ),
+)
+def test_options_that_mean_nothing(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        _bench.main(words.split())
+    assert error.value.code == 2
+    assert words.split()[-2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    (
+        ("--sizes 4,0,3", "of 4 bytes each. Received: 0, 3"),
+        ("--sizes 4 --dtype float64", "of 8 bytes each. Received: 4"),
+        ("--json missing/x.json", "missing/x.json"),
+        ("--plot .", "--plot"),
+    ),
+)
+def test_what_would_fail_in_the_end_fails_at_once(words: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        _bench.main(words.split())
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from equivalence import build
 from equivalence import samples
 from equivalence import trainer
 
+from distkeras import CommunicatorError
 from distkeras._figures import _Sums
 from distkeras._figures import figures
 from distkeras.communicators import Communicator
@@ -119,6 +120,70 @@ def test_what_training_took(
     assert {value for _, value in scalars["distkeras/slowest_rank"]} <= set(
         range(world.size)
     )
+
+
+class Last(keras.callbacks.Callback):
+    """Notes that training has ended, and before that takes a place away."""
+
+    def __init__(self, taken: Path | None) -> None:
+        super().__init__()
+        self.taken, self.ended = taken, False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.taken is not None:
+            self.taken.mkdir(exist_ok=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.ended = True
+
+
+def test_a_timeline_that_cannot_be_written(
+    world: Communicator, tmp_path_shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is an error before the training, never after it."""
+    if world.size == 1:
+        pytest.skip("one rank writes none")
+    x, y = samples(8 * world.size)
+    for path in (tmp_path_shared, tmp_path_shared / "file" / "trace.json"):
+        (tmp_path_shared / "file").touch()
+        run = trainer(build(sgd), timeline=path)
+        with pytest.raises(CommunicatorError, match="opening_the_timeline"):
+            run.fit(x, y, batch_size=4, verbose=0)
+        run.close()
+    there = tmp_path_shared / "there.json"
+    if world.rank == 0:
+        there.write_text("kept")
+    world.barrier()
+    last = Last(tmp_path_shared / "later.json" if world.rank == 0 else None)
+    run = trainer(build(sgd), timeline=tmp_path_shared / "later.json")
+    with caplog.at_level(logging.INFO, logger="distkeras"):
+        logging.getLogger("distkeras").propagate = True
+        history = run.fit(
+            x, y, batch_size=4, epochs=2, verbose=0, callbacks=[last]
+        ).history
+        logging.getLogger("distkeras").propagate = False
+    assert len(history["loss"]) == 2 and last.ended
+    said = [r for r in caplog.records if "timeline is not written" in r.getMessage()]
+    assert len(said) == (world.rank == 0)
+    run.close()
+    # One that is there stays until there is a new one.
+    run = trainer(build(sgd), timeline=there)
+    with pytest.raises(ZeroDivisionError):
+        run.fit(x, y, batch_size=4, verbose=0, callbacks=[Failing(there)])
+    world.barrier()
+    assert there.read_text() == "kept"
+    run.close()
+
+
+class Failing(keras.callbacks.Callback):
+    """Fails on every rank alike."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise ZeroDivisionError(self.path.read_text())
 
 
 def written(folder: Path) -> dict[str, list[tuple[int, float]]]:

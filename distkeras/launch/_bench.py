@@ -43,6 +43,7 @@ _KINDS = {
     "shared_memory": "SharedMemoryCommunicator",
     "hierarchical": "HierarchicalCommunicator",
 }
+_DTYPES = ("float32", "float64", "int32", "int64")  # that MPI knows as well
 _BOTH = ("in and out", "two buffers")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # At least, between two looks at the clock: where ranks share cores they leave a
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
             "expected matplotlib for --plot. Install it with `pip install matplotlib`, "
             "or take the numbers from --json."
         )
+    _check(options)
     if discover(os.environ) is None:
         return _run.main(["-n", str(options.n), "-m", "distkeras", "bench", *argv])
     if options.model:
@@ -104,6 +106,23 @@ def main(argv: Sequence[str]) -> int:
     if results:
         _report(options, results, about)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises LaunchError for what would be found wrong when all is measured."""
+    width = np.dtype(options.dtype).itemsize
+    wrong = [size for size in options.sizes if size % width or not size]
+    if wrong:
+        raise LaunchError(
+            f"expected sizes of one {options.dtype} or more, of {width} bytes each. "
+            f"Received: {', '.join(map(str, wrong))}"
+        )
+    for option, file in (("--json", options.json), ("--plot", options.plot)):
+        if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+            raise LaunchError(
+                f"expected a file in a folder that exists for {option}. Received: "
+                f"{file}"
+            )
 
 
 def _step(options: argparse.Namespace) -> int:
@@ -127,10 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-n", type=int, default=2, help="ranks, unless a launcher started some")
+    add("-n", type=_positive, default=2, help="ranks, unless a launcher started some")
     add(
         "--sizes",
-        type=lambda text: [_size(word) for word in text.split(",")],
+        type=lambda text: list(dict.fromkeys(map(_size, text.split(",")))),
         default="4K,32K,256K,4M,32M,100M",
         help="bytes of the messages, as 4K or 100M (default: %(default)s)",
     )
@@ -141,8 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         default="mpi,shared_memory",
         help="which to measure (default: %(default)s)",
     )
-    add("--dtype", default="float32", help="default: %(default)s")
-    add("--rounds", type=int, default=15, help="default: %(default)s")
+    add("--dtype", choices=_DTYPES, default="float32", help="default: %(default)s")
+    add("--rounds", type=_positive, default=15, help="default: %(default)s")
     add("--json", metavar="FILE", help="write the raw numbers")
     add("--plot", metavar="FILE.png", help="draw them, with matplotlib")
     step = parser.add_argument_group("a training step, with its parts, instead")
@@ -150,9 +169,14 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME", help="resnet20, or one of keras.applications"
     )
     add = step.add_argument
-    add("--batch", type=int, default=16, help="images a rank (default: %(default)s)")
-    add("--image-size", type=int, default=64, help="default: %(default)s")
-    add("--steps", type=int, default=10, help="default: %(default)s")
+    add(
+        "--batch",
+        type=_positive,
+        default=16,
+        help="images a rank (default: %(default)s)",
+    )
+    add("--image-size", type=_positive, default=64, help="default: %(default)s")
+    add("--steps", type=_positive, default=10, help="default: %(default)s")
     add(
         "--jit-compile",
         action=argparse.BooleanOptionalAction,
@@ -160,6 +184,12 @@ def _parser() -> argparse.ArgumentParser:
         help="whether XLA compiles the step's halves; then nothing overlaps",
     )
     return parser
+
+
+def _positive(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on: {word!r}")
+    return int(word)
 
 
 def _size(word: str) -> int:
