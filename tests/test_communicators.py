@@ -392,6 +392,30 @@ def test_parts(communicator: Communicator, dtype: str, op: str) -> None:
         assert len(set(communicator.allgather_object(len(source.packed)))) == 1
 
 
+@pytest.mark.parametrize("op", ("sum", "max"))
+def test_places_between_words(communicator: Communicator, op: str) -> None:
+    """Arrays of a field, or of a file's middle."""
+    length = sizes(communicator, 5_001)
+    everyone = [values(r, "float32", length) for r in range(communicator.size)]
+    room = np.zeros(4 * length + 1, np.uint8)
+    buffer = room[1:].view("float32")
+    assert not buffer.flags.aligned
+    buffer[:] = everyone[communicator.rank]
+    communicator.allreduce(buffer, op)
+    np.testing.assert_array_equal(buffer, OPS[op].reduce(everyone, dtype="float32"))
+    assert room[0] == 0
+
+
+def test_another_order_of_bytes(communicator: Communicator) -> None:
+    buffer = np.ones(3, ">f4" if np.little_endian else "<f4")
+    if communicator.size == 1 and communicator.name == "single":
+        communicator.allreduce(buffer)
+    else:
+        with pytest.raises(ValueError, match="order of bytes.*newbyteorder"):
+            communicator.allreduce(buffer)
+    assert (buffer == 1).all()
+
+
 def test_parts_of_chunks(communicator: Communicator) -> None:
     """Shared memory hands over parts as long as its chunks."""
     buffer, parts = aligned_zeros(1000, "float32"), []

@@ -153,6 +153,11 @@ class MPICommunicator(Communicator):
             op: "sum", "min", "max" or "product". A NaN on any rank makes the
                 element NaN, whatever the operation. Of booleans, "sum" is "or"
                 and "product" is "and".
+
+        Raises:
+            TypeError: for the least or the greatest of complex numbers.
+            ValueError: if the numbers are in another order of bytes than this
+                machine's.
         """
         check_open(self._closed)
         check_op(op)
@@ -162,6 +167,17 @@ class MPICommunicator(Communicator):
                 f"Expected a real dtype for op={op!r}, complex numbers have no "
                 f"order. Received: {buffer.dtype}"
             )
+        if not buffer.dtype.isnative:
+            raise ValueError(
+                "Expected numbers in this machine's order of bytes; use "
+                "array.astype(array.dtype.newbyteorder('=')). Received: "
+                f"{buffer.dtype.str}"
+            )
+        if not buffer.flags.aligned:  # mpi4py knows no such numbers
+            copy = buffer.copy()
+            self.allreduce(copy, op)
+            buffer[...] = copy
+            return
         with self._calls("allreduce", buffer.nbytes, op):
             for part in self._bytes.chunks(buffer):
                 self._arithmetic.combine(part, op)
