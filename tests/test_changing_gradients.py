@@ -14,6 +14,8 @@ from equivalence import trainer
 
 import distkeras
 from distkeras import MismatchError
+from distkeras.backends._tensorflow_device import DeviceHandOver
+from distkeras.backends._tensorflow_device import allreduce_on_device
 from distkeras.communicators import Communicator
 from distkeras.gradients import Gradient
 from distkeras.gradients import GradientExchange
@@ -73,6 +75,38 @@ def test_plans_that_differ_are_noticed_with_the_first_message(
     (mean,) = exchange.reduce(plan, 0, 1, [array])
     np.testing.assert_allclose(mean, (world.size + 1) / 2)
     exchange.close()
+
+
+def test_plans_that_differ_in_device_memory(world: Communicator) -> None:
+    """The flags that go ahead on the host tell, and all buffers go with their plans."""
+    exchange = GradientExchange(world)
+    hand_over = DeviceHandOver(exchange, np)
+    exchange.plan((1,), BOTH)
+
+    def reduce(mine: list[Gradient], place: int) -> Any:
+        (mean,), _ = allreduce_on_device(
+            hand_over,
+            exchange,
+            exchange.plan((1,), mine),
+            [tf.fill((9,), world.rank + 1.0)],
+            [place],
+            tf.constant(1.0, tf.float64),
+            tf.constant(0.0, tf.float64),
+            lambda number, tensors: tensors,
+        )
+        return mean.numpy()
+
+    if world.size > 1:
+        other = int(world.rank > 0)
+        with pytest.raises((MismatchError, tf.errors.OpError)) as error:
+            reduce((FIRST, SECOND)[other], other)
+        assert "The first difference is entry 2 of 3" in str(error.value)
+    for _ in range(3):
+        np.testing.assert_allclose(reduce(FIRST, 0), (world.size + 1) / 2)
+        np.testing.assert_allclose(reduce(SECOND, 1), (world.size + 1) / 2)
+    assert len(exchange._buffers) == 2
+    exchange.close()
+    assert not exchange._buffers
 
 
 @pytest.mark.parametrize("merge", (True, False))

@@ -35,7 +35,6 @@ class DeviceHandOver:
     def __init__(self, exchange: GradientExchange, arrays: Any = None) -> None:
         self._exchange = exchange
         self._arrays = arrays or importlib.import_module("cupy")
-        self._buffers: dict[tuple[int, int], tuple[Plan, Any]] = {}
 
     def sum(self, plan: Plan, number: int, flat: tf.Tensor) -> tf.Tensor:
         """Returns the sum of all ranks' eager tensor `flat`, one-dimensional.
@@ -51,11 +50,9 @@ class DeviceHandOver:
         exchange = self._exchange
         exchange.clock.lap("compute")
         array = self._arrays.from_dlpack(_Capsule(flat))
-        key = (id(plan), number)
-        if key not in self._buffers:
-            # With the plan, whose identity must not be given to another.
-            self._buffers[key] = (plan, _aligned_empty(self._arrays, array))
-        buffer = self._buffers[key][1]
+        buffer = exchange.buffer(
+            plan, number, lambda: _aligned_empty(self._arrays, array)
+        )
         buffer[...] = array
         exchange.communicator.allreduce(buffer)
         exchange.counters.collectives += 1
@@ -110,7 +107,7 @@ def allreduce_on_device(
     reduced: list[Any] = list(gradients)
     # Where gradients accumulate, the step has begun before.
     examples, _ = reduce_counts(
-        exchange, count, arrived, tf.constant(False), begins=False
+        exchange, count, arrived, tf.constant(False), begins=False, plan=plan
     )
     share = tf.math.divide_no_nan(count, examples)
     after: list[Any] = [examples]

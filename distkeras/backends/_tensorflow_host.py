@@ -103,6 +103,7 @@ def reduce_counts(
     nonfinite: tf.Tensor,
     *,
     begins: bool = True,
+    plan: Plan | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Exchanges counts and flags alone.
 
@@ -112,12 +113,13 @@ def reduce_counts(
         arrived: as in `reduce_bucket`.
         nonfinite: whether this rank's gradients are not finite.
         begins: see `GradientExchange.reduce_counts`.
+        plan: likewise.
 
     Returns:
         The examples of all ranks, and whether any rank's gradients are not finite.
     """
     examples, any_nonfinite = tf.numpy_function(
-        _counts_call(exchange, begins),
+        _counts_call(exchange, begins, plan),
         [count, arrived, nonfinite],
         [tf.float64, tf.bool],
     )
@@ -181,12 +183,14 @@ def _dense_rows_call(
     return exchange_dense_rows
 
 
-def _counts_call(exchange: GradientExchange, begins: bool) -> Callable[..., list[Any]]:
+def _counts_call(
+    exchange: GradientExchange, begins: bool, plan: Plan | None
+) -> Callable[..., list[Any]]:
     """Returns the function that TensorFlow calls on the host between updates."""
 
     def exchange_counts(examples: Any, arrived: Any, nonfinite: Any) -> list[Any]:
         total, any_nonfinite = exchange.reduce_counts(
-            float(examples), bool(nonfinite), float(arrived), begins=begins
+            float(examples), bool(nonfinite), float(arrived), begins=begins, plan=plan
         )
         return [np.float64(total), np.bool_(any_nonfinite)]
 

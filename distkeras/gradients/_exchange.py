@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ class GradientExchange:
             self._coded = CodedBuckets(wire, self._channel, self._flags, self._plans)
         self._sparse = SparseExchange(self._channel, self._flags)
         self._also_close: list[Callable[[], None]] = []
-        self._buffers: dict[tuple[int, int], tuple[Plan, np.ndarray]] = {}
+        self._buffers: dict[tuple[int, int], tuple[Plan, Any]] = {}
 
     def __deepcopy__(self, memo: object) -> GradientExchange:
         # A copy of a model or optimizer goes on talking to the same ranks.
@@ -107,6 +108,20 @@ class GradientExchange:
             MismatchError: on every rank, naming the first gradient that differs.
         """
         return self._plans.get(key, gradients, together=together)
+
+    def buffer(self, plan: Plan, number: int, make: Callable[[], Any]) -> Any:
+        """Returns a bucket's lasting buffer, in whatever memory.
+
+        Args:
+            plan: what `plan` returned.
+            number: of the bucket within the plan.
+            make: makes the buffer, when it is wanted first.
+        """
+        key = (id(plan), number)
+        if key not in self._buffers:
+            # With the plan, whose identity must not be given to another.
+            self._buffers[key] = (plan, make())
+        return self._buffers[key][1]
 
     def residuals(self) -> dict[str, np.ndarray]:
         """Returns what error feedback keeps on this rank, to go on with later."""
@@ -184,7 +199,9 @@ class GradientExchange:
         self.clock.arrived(arrived)
         self._follow(plan, arrived)
         bucket = plan.buckets[number]
-        buffer = self._buffer(plan, number)
+        buffer = self.buffer(
+            plan, number, lambda: aligned_zeros(bucket.length, bucket.dtype)
+        )
         if self._coded is not None and self._coded.takes(plan, number):
             self._coded.reduce(plan, number, buffer, examples, arrays)
         else:
@@ -242,6 +259,7 @@ class GradientExchange:
         arrived: float = 0.0,
         *,
         begins: bool = True,
+        plan: Plan | None = None,
     ) -> tuple[float, bool]:
         """Exchanges the flags alone, before gradients go elsewhere or stay local.
 
@@ -250,15 +268,19 @@ class GradientExchange:
             nonfinite: whether this rank's gradients are not finite.
             arrived: as in `reduce`.
             begins: whether a step begins with this, where `arrived` does not say.
+            plan: that gradients follow elsewhere.
 
         Returns:
             The examples of all ranks, and whether any rank's gradients are not
             finite.
+
+        Raises:
+            MismatchError: on every rank, if gradients differ over ranks.
         """
         self.clock.arrived(arrived)
-        self._flags.enter(arrived, begins=begins)
-        self._flags.marks = NO_PLAN
+        self._follow(plan, arrived, begins=begins)
         any_nonfinite = self._flags.exchange(examples, nonfinite)
+        self._check(plan)
         return self._flags.examples, any_nonfinite
 
     def finish(self) -> None:
@@ -279,16 +301,18 @@ class GradientExchange:
             self._forget(plan)
         self.communicator.close()
 
-    def _follow(self, plan: Plan, arrived: float) -> None:
-        """Notes that a message of a plan is to be sent."""
-        self._flags.enter(arrived)
-        self._flags.marks = marks(plan.digest)
+    def _follow(
+        self, plan: Plan | None, arrived: float, *, begins: bool = False
+    ) -> None:
+        """Notes that a message is to be sent, of a plan or of none."""
+        self._flags.enter(arrived, begins=begins)
+        self._flags.marks = NO_PLAN if plan is None else marks(plan.digest)
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: Plan | None) -> None:
         """Raises on every rank if the flags of a message told of different plans."""
         if self._flags.plans_differ:
             self._flags.plans_differ = False
-            self._plans.agree(plan)
+            self._plans.agree(plan or Plan((), ()))
 
     def _forget(self, plan: Plan) -> None:
         """Lets go of a plan's buffers, and of what is yet to be sent of it."""
@@ -296,12 +320,3 @@ class GradientExchange:
             del self._buffers[key]
             if self.wire is not None:
                 self.wire.forget(key)
-
-    def _buffer(self, plan: Plan, number: int) -> np.ndarray:
-        key = (id(plan), number)
-        if key not in self._buffers:
-            bucket = plan.buckets[number]
-            buffer = aligned_zeros(bucket.length, bucket.dtype)
-            # With the plan, whose identity must not be given to another.
-            self._buffers[key] = (plan, buffer)
-        return self._buffers[key][1]
