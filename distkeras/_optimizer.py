@@ -53,7 +53,8 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
         TypeError: if `optimizer` is not a Keras optimizer.
         ValueError: if an option has no meaning.
         MismatchError: by `apply`, on every rank, if gradients differ over ranks in
-            number, order, shape or dtype.
+            number, order, shape or dtype. From within a `tf.function` TensorFlow
+            raises an error of its own with the same words.
 
     Example:
         ```python

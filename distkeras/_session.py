@@ -102,6 +102,8 @@ class Session:
     def move(self, communicator: Communicator) -> None:
         """Goes on with other ranks. What belongs to the earlier ones is left behind."""
         self.communicator = communicator
+        if self.functions is not None:
+            self.functions.exchange.free()
         self.functions = self._test = None
 
     def build(self, data: Any) -> None:

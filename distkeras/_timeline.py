@@ -78,7 +78,7 @@ class Timeline(keras.callbacks.Callback):
 def _try_to_write(path: Path) -> None:
     """Raises OSError unless there can be a file; leaves what there is as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    there = path.exists()
+    there = os.path.lexists(path)
     with path.open("ab"):
         pass
     if not there:

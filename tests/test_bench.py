@@ -42,7 +42,7 @@ def test_options_that_mean_nothing(
     with pytest.raises(SystemExit) as error:
         _bench.main(words.split())
     assert error.value.code == 2
-    assert words.split()[-2] in capsys.readouterr().err
+    assert f"argument {words.split()[-2]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,10 @@ class Last(keras.callbacks.Callback):
 
 
 def test_a_timeline_that_cannot_be_written(
-    world: Communicator, tmp_path_shared: Path, caplog: pytest.LogCaptureFixture
+    world: Communicator,
+    tmp_path_shared: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Is an error before the training, never after it."""
     if world.size == 1:
@@ -156,12 +159,11 @@ def test_a_timeline_that_cannot_be_written(
     world.barrier()
     last = Last(tmp_path_shared / "later.json" if world.rank == 0 else None)
     run = trainer(build(sgd), timeline=tmp_path_shared / "later.json")
+    monkeypatch.setattr(logging.getLogger("distkeras"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="distkeras"):
-        logging.getLogger("distkeras").propagate = True
         history = run.fit(
             x, y, batch_size=4, epochs=2, verbose=0, callbacks=[last]
         ).history
-        logging.getLogger("distkeras").propagate = False
     assert len(history["loss"]) == 2 and last.ended
     said = [r for r in caplog.records if "timeline is not written" in r.getMessage()]
     assert len(said) == (world.rank == 0)

@@ -167,10 +167,12 @@ class TensorFlowExchange:
             setattr(graph, _NEWEST, {**newest, id(self): tensors})
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
+        together = tf.executing_eagerly()
         return self.exchange.plan(
             tuple(id(variable) for variable in variables),
             [_describe(g, v) for g, v in zip(gradients, variables, strict=True)],
-            together=tf.executing_eagerly(),
+            together=together,
+            arrived=float(self._when) if together else 0.0,
         )
 
     def _reduce(

@@ -152,6 +152,12 @@ def _split_step(
         return logs, parts.split(gradients)
 
     def nothing(data: Any) -> tuple[Any, list[tf.Tensor]]:
+        if tf.executing_eagerly():
+            # Which gradients there are may change from step to step.
+            logs, flat = _on_dummy(model, backward, data)
+            if type(model).compute_metrics is plain_compute_metrics:
+                logs = model.get_metrics_result()
+            return logs, flat
         if parts.known and type(model).compute_metrics is plain_compute_metrics:
             logs = model.get_metrics_result()
         else:

@@ -82,8 +82,9 @@ class SharedMemoryCommunicator(ComposedCommunicator):
             leave the cache before they are read.
         direct_bytes: up to this many bytes, more than two ranks combine a buffer each
             by itself, above it each combines a slice for all. Two ranks always do
-            the former, but for half precision. By default 16 KiB; where ranks are
-            more than their cores, 1 MiB divided by the number of ranks.
+            the former, but for half precision. By default 16 KiB; where there are
+            two cores for three ranks, or less, 1 MiB divided by the number of ranks
+            if that is more.
         in_turn: whether more than two ranks add to one sum, one after another, where a
             buffer fills a chunk. By default where they are twice as many as their
             cores, or more, and a buffer has a chunk or more for each core to work on.
@@ -239,7 +240,7 @@ class SharedMemoryCommunicator(ComposedCommunicator):
         """Returns up to how many bytes each rank combines for itself."""
         if self._direct_bytes is not None:
             return self._direct_bytes
-        if node.rendezvous.cores < self.size:
+        if 3 * node.rendezvous.cores <= 2 * self.size:
             return max(_DIRECT_BYTES, _DIRECT_BYTES_OF_ALL // self.size)
         return _DIRECT_BYTES
 

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence
 
 import numpy as np
 
 from distkeras._logging import LOGGER
-from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.gradients._bucket_size import FIRST_BUCKET_BYTES
 from distkeras.gradients._bucket_size import BucketSize
 from distkeras.gradients._bucket_size import choose_bucket_bytes
+from distkeras.gradients._channel import Channel
 from distkeras.gradients._plan import Gradient
 from distkeras.gradients._plan import Plan
 from distkeras.gradients._plan import make_plan
 
 _MOST_PLANS = 3
 
+_Key = tuple[int, ...]
+
 
 class AgreedPlans:
     """Plans by the list of variables they are for, and by which gradients exist.
 
     A layer that is left out of some steps makes a plan for those with it and one for
-    those without. Of each list of variables the newest few are kept.
+    those without. Of each list of variables the newest few are kept, and those that a
+    graph has.
 
     Args:
-        communicator: the ranks that agree.
+        channel: to the ranks that agree.
         bucket_bytes: size above which a bucket is closed; None chooses one with the
             first plan, and makes the first bucket a small one.
         sent: in which form gradients travel; ranks agree on that too.
-        dropped: called with a plan that is not kept.
+        dropped: called with a plan that is no longer among the newest.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        channel: Channel,
         bucket_bytes: int | None,
         sent: str,
         dropped: Callable[[Plan], None],
     ) -> None:
-        self._communicator = communicator
+        self._channel = channel
+        self._communicator = channel.communicator
         self._bucket_bytes = bucket_bytes
         self._options = f"sent {sent}, bucket_bytes={bucket_bytes}"
+        digest = hashlib.blake2b(self._options.encode(), digest_size=7).digest()
+        self._salt = int.from_bytes(digest)
         self._dropped = dropped
         self._chosen: BucketSize | None = None
         # By list, the newest plan last.
-        self._plans: dict[tuple[int, ...], dict[tuple[Gradient, ...], Plan]] = {}
+        self._plans: dict[_Key, dict[tuple[Gradient, ...], Plan]] = {}
+        self._old = weakref.WeakValueDictionary[
+            tuple[_Key, tuple[Gradient, ...]], Plan
+        ]()
 
     def get(
         self,
@@ -63,19 +74,18 @@ class AgreedPlans:
         """
         listed = tuple(gradients)
         plans = self._plans.get(key, {})
-        plan = plans.pop(listed, None)
-        if plan is not None:
-            plans[listed] = plan
-        if together:
-            # Before what ranks know of the list makes them do otherwise.
+        plan = plans.pop(listed, None) or self._old.pop((key, listed), None)
+        if together:  # whatever a rank knows of the list
             self._compare(plan or Plan(listed, ()))
-        if not plans:
+        elif plan is None and not plans:
             self.agree(Plan(listed, ()))
         if plan is None:
             plan = self._make(listed, new=not plans)
-            self._plans.setdefault(key, plans)[listed] = plan
-            if len(plans) > _MOST_PLANS:
-                self._dropped(plans.pop(next(iter(plans))))
+        self._plans.setdefault(key, plans)[listed] = plan
+        if len(plans) > _MOST_PLANS:
+            oldest = next(iter(plans))
+            self._old[key, oldest] = plans[oldest]
+            self._dropped(plans.pop(oldest))
         return plan
 
     def agree(self, plan: Plan) -> None:
@@ -95,8 +105,12 @@ class AgreedPlans:
 
     def _compare(self, plan: Plan) -> None:
         """Does what `agree` does, by one small message where ranks agree."""
-        least = np.array([plan.digest, -plan.digest])
+        self._channel.ready()
+        digest = plan.digest ^ self._salt
+        least = np.array([digest, -digest])
         self._communicator.allreduce(least, "min")
+        self._channel.counters.messages += 1
+        self._channel.clock.lap("exchange")
         if least[0] != -least[1]:
             self.agree(plan)
 
@@ -116,14 +130,13 @@ class AgreedPlans:
             )
         return plan
 
-    @property
-    def made(self) -> list[Plan]:
-        """The newest plan of each list, in the order in which the lists came."""
-        return [next(reversed(plans.values())) for plans in self._plans.values()]
-
     def number(self, plan: Plan) -> int | None:
-        """Returns the place in `made` of a plan's list; None if it is not kept."""
-        for number, plans in enumerate(self._plans.values()):
-            if any(kept is plan for kept in plans.values()):
+        """Returns the number of a plan's list, in the order in which lists came.
+
+        None for a plan of which nothing is known.
+        """
+        for number, (key, plans) in enumerate(self._plans.items()):
+            old = self._old.get((key, plan.gradients))
+            if plan is old or any(kept is plan for kept in plans.values()):
                 return number
         return None

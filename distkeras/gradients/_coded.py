@@ -27,7 +27,7 @@ class CodedBuckets:
         wire: the codec.
         channel: carries them.
         flags: of the step.
-        plans: that were made so far: what is kept is numbered by them.
+        plans: of the exchange: what is kept is numbered by their lists.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class CodedBuckets:
         self._channel = channel
         self._flags = flags
         self._plans = plans
-        self._restored: dict[str, np.ndarray] = {}
+        # What is kept of gradients that the newest plan of their list has not.
+        self._pool: dict[str, np.ndarray] = {}
+        self._newest: dict[int, Plan] = {}  # by the number of the list
 
     def takes(self, plan: Plan, number: int) -> bool:
         """Returns whether the bucket goes this way; the same on all ranks."""
@@ -73,18 +75,42 @@ class CodedBuckets:
         pack_part(bucket, arrays, examples / total, buffer, 0)
         self._channel.ready()
         key = (id(plan), number)
-        if self._restored and key not in self._wire.errors:
-            n = self._plans.number(plan)
-            if n is not None:
-                self._wire.errors[key] = _residuals.join(n, bucket, self._restored)
+        if self._wire.error_feedback:
+            n = self._follow(plan)
+            if self._pool and key not in self._wire.errors and n is not None:
+                self._wire.errors[key] = _residuals.join(n, bucket, self._pool)
         nbytes = self._wire.allreduce(self._channel.communicator, key, body)
         self._channel.exchanged(nbytes)
+
+    def _follow(self, plan: Plan) -> int | None:
+        """Lets what is kept follow gradients to their list's newest plan."""
+        n = self._plans.number(plan)
+        if n is None or self._newest.get(n) is plan:
+            return n
+        before = self._newest.get(n)
+        if before is not None:
+            self.leave(before)
+        self._newest[n] = plan
+        return n
+
+    def leave(self, plan: Plan) -> None:
+        """Keeps what a plan has yet to send for others of its list."""
+        n = self._plans.number(plan)
+        if n is not None:
+            self._pool.update(_residuals.split({n: plan}, self._wire))
+        for number in range(len(plan.buckets)):
+            self._wire.errors.pop((id(plan), number), None)
+
+    def forget(self) -> None:
+        """Lets go of what is yet to be sent."""
+        self._pool.clear()
+        self._newest.clear()
 
     def residuals(self) -> dict[str, np.ndarray]:
         """Returns what error feedback keeps on this rank, to go on with later."""
         if not self._wire.error_feedback:
             return {}
-        return _residuals.split(self._plans.made, self._wire)
+        return {**self._pool, **_residuals.split(self._newest, self._wire)}
 
     def restore_residuals(self, ranks: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Goes on with what error feedback kept; where nothing was, with nothing.
@@ -97,6 +123,7 @@ class CodedBuckets:
             return
         communicator = self._channel.communicator
         self._wire.errors.clear()
-        self._restored = _residuals.shared_out(
+        self.forget()
+        self._pool = _residuals.shared_out(
             ranks, communicator.rank, communicator.size, self._wire
         )

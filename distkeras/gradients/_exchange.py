@@ -70,10 +70,10 @@ class GradientExchange:
         self._channel = Channel(self.communicator, self.clock, self.counters)
         self._flags = StepFlags(self._channel)
         self._plans = AgreedPlans(
-            self.communicator,
+            self._channel,
             bucket_bytes,
             "as they are" if wire is None else wire.describe(),
-            self._forget,
+            self._drop,
         )
         self._coded: CodedBuckets | None = None
         if wire is not None:
@@ -92,6 +92,7 @@ class GradientExchange:
         gradients: Sequence[Gradient],
         *,
         together: bool = False,
+        arrived: float = 0.0,
     ) -> Plan:
         """Returns the plan for a list of variables, agreed over ranks when new.
 
@@ -101,12 +102,15 @@ class GradientExchange:
         Args:
             key: identifies the list of variables on this rank.
             gradients: their gradients.
-            together: whether all ranks are here, now: where steps are run eagerly,
-                and not traced, which each rank does when it must.
+            together: whether all ranks are here, now: where steps are run eagerly.
+                Ranks trace steps at different times.
+            arrived: with that, when the step's data had come, as for `reduce`.
 
         Raises:
             MismatchError: on every rank, naming the first gradient that differs.
         """
+        if together:
+            self.clock.arrived(arrived)
         return self._plans.get(key, gradients, together=together)
 
     def buffer(self, plan: Plan, number: int, make: Callable[[], Any]) -> Any:
@@ -197,7 +201,7 @@ class GradientExchange:
             MismatchError: on every rank, if gradients differ over ranks.
         """
         self.clock.arrived(arrived)
-        self._follow(plan, arrived)
+        self._follow(plan, arrived, number)
         bucket = plan.buckets[number]
         buffer = self.buffer(
             plan, number, lambda: aligned_zeros(bucket.length, bucket.dtype)
@@ -293,26 +297,47 @@ class GradientExchange:
 
     def close(self) -> None:
         """Frees the communicator's message space, and what was made along with it."""
+        self.free()
         for close in self._also_close:
             close()
         self._also_close.clear()
-        # TensorFlow keeps what a graph calls, and so this object, for good.
-        for plan, _ in list(self._buffers.values()):
-            self._forget(plan)
         self.communicator.close()
 
+    def free(self) -> None:
+        """Lets go of all buffers. Other ranks need not do so.
+
+        TensorFlow keeps what a graph calls, and so this object, for good.
+        """
+        for plan, _ in list(self._buffers.values()):
+            self._forget(plan)
+        if self._coded is not None:
+            self._coded.forget()
+
     def _follow(
-        self, plan: Plan | None, arrived: float, *, begins: bool = False
+        self,
+        plan: Plan | None,
+        arrived: float,
+        number: int = 0,
+        *,
+        begins: bool = False,
     ) -> None:
         """Notes that a message is to be sent, of a plan or of none."""
         self._flags.enter(arrived, begins=begins)
-        self._flags.marks = NO_PLAN if plan is None else marks(plan.digest)
+        # Other marks with each bucket: what one lets pass the next will not.
+        shift = 18 * (number % 3)
+        self._flags.marks = NO_PLAN if plan is None else marks(plan.digest >> shift)
 
     def _check(self, plan: Plan | None) -> None:
         """Raises on every rank if the flags of a message told of different plans."""
         if self._flags.plans_differ:
             self._flags.plans_differ = False
             self._plans.agree(plan or Plan((), ()))
+
+    def _drop(self, plan: Plan) -> None:
+        """Lets go of a plan's buffers, but not of what is yet to be sent."""
+        if self._coded is not None:
+            self._coded.leave(plan)
+        self._forget(plan)
 
     def _forget(self, plan: Plan) -> None:
         """Lets go of a plan's buffers, and of what is yet to be sent of it."""

@@ -109,7 +109,7 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """A number of 60 bits that is another one for other `rows`."""
+        """A number of 60 bits, made of `rows`."""
         data = "\n".join(self.rows).encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 4
 

@@ -5,7 +5,6 @@ By gradient and not by bucket: another run may deal the same gradients into othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -17,15 +16,15 @@ from distkeras.gradients._plan import Plan
 from distkeras.gradients._wire import Wire
 
 
-def split(plans: Iterable[Plan], wire: Wire) -> dict[str, np.ndarray]:
-    """Returns this rank's residuals: copies, by the numbers of plan and gradient.
+def split(plans: Mapping[int, Plan], wire: Wire) -> dict[str, np.ndarray]:
+    """Returns this rank's residuals: copies, by the numbers of list and gradient.
 
     Args:
-        plans: in the order in which they were made.
+        plans: by the number of the list of variables that they are for.
         wire: that keeps them.
     """
     found = {}
-    for n, plan in enumerate(plans):
+    for n, plan in plans.items():
         for number, bucket in enumerate(plan.buckets):
             errors = wire.errors.get((id(plan), number))
             if errors is None:
@@ -35,17 +34,17 @@ def split(plans: Iterable[Plan], wire: Wire) -> dict[str, np.ndarray]:
     return found
 
 
-def join(n: int, bucket: Bucket, residuals: Mapping[str, np.ndarray]) -> np.ndarray:
+def join(n: int, bucket: Bucket, residuals: dict[str, np.ndarray]) -> np.ndarray:
     """Returns what a bucket begins with; zeros where nothing is known.
 
     Args:
-        n: number of the plan.
-        bucket: of it.
-        residuals: as of `split`.
+        n: number of the list of variables.
+        bucket: of a plan for it.
+        residuals: as of `split`; what is taken over is taken out of them.
     """
     errors = np.zeros(bucket.length - _header(bucket), bucket.dtype)
     for name, where in _places(n, bucket):
-        held = residuals.get(name)
+        held = residuals.pop(name, None)
         if held is not None and held.shape == errors[where].shape:
             errors[where] = held
     return errors
@@ -69,11 +68,11 @@ def shared_out(
         return dict(ranks[rank])
     # They are kept as they travel, multiplied by a power of two.
     factor = wire.multiplier(size) / wire.multiplier(len(ranks)) / size
-    names = ranks[0] if ranks else {}
-    return {
-        name: np.sum([theirs[name] for theirs in ranks], 0, dtype="float64") * factor
-        for name in names
-    }
+    sums = {}
+    for name in {name: None for theirs in ranks for name in theirs}:
+        held = [theirs[name] for theirs in ranks if name in theirs]
+        sums[name] = np.sum(held, 0, dtype="float64") * factor
+    return sums
 
 
 def _places(n: int, bucket: Bucket) -> list[tuple[str, slice]]:

@@ -55,8 +55,7 @@ class SparseExchange:
         if merge:
             result = self._merged(examples, [m.merged() for m in mine], kinds)
         else:
-            heads, result = self._allgather(examples, mine, kinds)
-            self._flags.read(np.sum(heads, axis=0))
+            result = self._allgather(examples, mine, kinds)
         for piece in result:
             self._flags.divide(piece.values)
         return result
@@ -68,10 +67,9 @@ class SparseExchange:
         self._channel.ready()
         heads = self._channel.communicator.allgather(self._head(examples, mine))
         self._channel.counters.messages += 1
-        total = np.sum(heads, axis=0)
-        self._flags.read(total)
-        if self._flags.plans_differ:
+        if self._plans_differ(heads):
             return mine
+        total = np.sum(heads, axis=0)
         forms: dict[str, list[int]] = {}
         for k, (kind, length) in enumerate(zip(kinds, total[WRITTEN:], strict=True)):
             sparse = length * row_bytes(*kind) < dense_bytes(*kind)
@@ -80,7 +78,7 @@ class SparseExchange:
         for form, chosen in forms.items():
             ours, of = [mine[k] for k in chosen], [kinds[k] for k in chosen]
             if form == "rows":
-                _, gathered = self._allgather(examples, ours, of)
+                gathered = self._allgather(examples, ours, of)
                 sums = [piece.merged() for piece in gathered]
             else:
                 sums = self._allreduce(ours, of)
@@ -103,19 +101,28 @@ class SparseExchange:
 
     def _allgather(
         self, examples: float, mine: list[Rows], kinds: list[Kind]
-    ) -> tuple[list[np.ndarray], list[Rows]]:
-        """Returns every rank's head, and for each variable all ranks' rows."""
+    ) -> list[Rows]:
+        """Returns for each variable all ranks' rows."""
         head = self._head(examples, mine)
         packed = pack(head, mine)
         self._channel.ready()
         parts = self._channel.communicator.allgather(packed)
         self._channel.exchanged(packed.nbytes)
-        heads = [part[: head.nbytes].view(np.float64) for part in parts]
+        # Those of ranks that follow another plan may be as short as their flags.
+        heads = [part[: head.nbytes] for part in parts]
+        heads = [each[: each.size // 8 * 8].view(np.float64) for each in heads]
+        if self._plans_differ(heads):
+            return mine
         unpacked = [
             unpack(part[head.nbytes :], h[WRITTEN:].astype(int).tolist(), kinds)
             for part, h in zip(parts, heads, strict=True)
         ]
-        return heads, [joined(pieces) for pieces in zip(*unpacked, strict=True)]
+        return [joined(pieces) for pieces in zip(*unpacked, strict=True)]
+
+    def _plans_differ(self, heads: list[np.ndarray]) -> bool:
+        """Reads the flags of all ranks, which are alike whatever comes after them."""
+        self._flags.read(np.sum([head[:WRITTEN] for head in heads], axis=0))
+        return self._flags.plans_differ
 
     def _head(self, examples: float, mine: list[Rows]) -> np.ndarray:
         head = np.zeros(WRITTEN + len(mine), np.float64)

@@ -97,8 +97,9 @@ def main(argv: Sequence[str]) -> int:
             "expected matplotlib for --plot. Install it with `pip install matplotlib`, "
             "or take the numbers from --json."
         )
-    _check(options)
-    if discover(os.environ) is None:
+    launcher = discover(os.environ)
+    _check(options, writes=launcher is None or launcher.rank == 0)
+    if launcher is None:
         return _run.main(["-n", str(options.n), "-m", "distkeras", "bench", *argv])
     if options.model:
         return _step(options)
@@ -108,8 +109,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises LaunchError for what would be found wrong when all is measured."""
+def _check(options: argparse.Namespace, *, writes: bool) -> None:
+    """Raises LaunchError for what would be found wrong when all is measured.
+
+    Args:
+        options: of the command line.
+        writes: whether this process is the one that writes the files.
+    """
     width = np.dtype(options.dtype).itemsize
     wrong = [size for size in options.sizes if size % width or not size]
     if wrong:
@@ -118,7 +124,10 @@ def _check(options: argparse.Namespace) -> None:
             f"Received: {', '.join(map(str, wrong))}"
         )
     for option, file in (("--json", options.json), ("--plot", options.plot)):
-        if file and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
+        if not writes or not file:
+            continue
+        path = Path(file).absolute()
+        if path.is_dir() or not path.parent.is_dir():
             raise LaunchError(
                 f"expected a file in a folder that exists for {option}. Received: "
                 f"{file}"
