@@ -74,13 +74,15 @@ class AgreedPlans:
         """
         listed = tuple(gradients)
         plans = self._plans.get(key, {})
-        plan = plans.pop(listed, None) or self._old.pop((key, listed), None)
+        plan = plans.get(listed) or self._old.get((key, listed))
         if together:  # whatever a rank knows of the list
             self._compare(plan or Plan(listed, ()))
-        elif plan is None and not plans:
+        elif not plans:
             self.agree(Plan(listed, ()))
         if plan is None:
             plan = self._make(listed, new=not plans)
+        self._old.pop((key, listed), None)
+        plans.pop(listed, None)
         self._plans.setdefault(key, plans)[listed] = plan
         if len(plans) > _MOST_PLANS:
             oldest = next(iter(plans))
