@@ -19,6 +19,7 @@ from distkeras._csv_logs import gone_on_with
 from distkeras._elastic import check_can_be_shared_out_anew
 from distkeras._fit_arguments import FitArguments
 from distkeras._learning_rate import warms_up
+from distkeras._own_training import by_trainer
 from distkeras._report import Report
 from distkeras._resume import Continuation
 from distkeras._resumption import find_checkpoint
@@ -62,7 +63,8 @@ def fit(
     if alone:
         report.of_one(session, plain=plain)
     if plain:
-        with _alone.keeping_figures(model, given.callbacks) as callbacks:
+        kept = _alone.keeping_figures(model, given.callbacks)
+        with by_trainer(model), kept as callbacks:
             return model.fit(**{**given.for_keras(), "callbacks": callbacks})
     options = {**given.to_agree_on(), "warmup_epochs": scaling.warmup_epochs}
     agree_on_call("fit", session, given.callbacks, options)
@@ -85,7 +87,8 @@ def fit(
     )
     training = _training(given, session, data, going_on, scaled, report)
     logs = {} if found is None else found.logs
-    with gone_on_with(logs, given.callbacks, ranks.rank), training as callbacks:
+    whole_logs = gone_on_with(logs, given.callbacks, ranks.rank)
+    with whole_logs, by_trainer(model), training as callbacks:
         history = _loop(given, session, data, validation, going_on, callbacks)
     return history if commits is None else commits.whole(history)
 

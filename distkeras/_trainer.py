@@ -20,6 +20,7 @@ from distkeras._fit_arguments import check_seed
 from distkeras._fit_arguments import check_shard
 from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
+from distkeras._own_training import warn_of_own_training
 from distkeras._report import Report
 from distkeras._resumption import Resized
 from distkeras._saves import write_whole_files
@@ -41,14 +42,15 @@ class Trainer:
     weights, multiplies the learning rate, deals the data over ranks, averages
     gradients by the examples behind them, and lets only rank 0 print and write. What
     it decided is logged once. The model's own `save`, `save_weights` and `export` write
-    whole files from here on, also where all ranks call them.
+    whole files from here on, also where all ranks call them; its own `fit` warns once
+    that ranks do not train together.
 
     Args:
         model: any Keras 3 model, compiled or not. A compiled one keeps its settings.
         learning_rate_scaling: how the learning rate grows with the number of ranks N:
             `"linear"` (×N, Goyal et al. 2017, arXiv:1706.02677), `"sqrt"` (×√N,
             Krizhevsky 2014, arXiv:1404.5997), None (as it is) or a function of N that
-            returns the factor. Applied once, in `fit`.
+            returns the factor. Applied once, in `fit`; one rank's is left as it is.
         warmup_epochs: epochs over which the learning rate rises from its unscaled to
             its scaled value, update by update; 0 for none.
         seed: of the order in which data is dealt, the same on all ranks. By default
@@ -121,6 +123,7 @@ class Trainer:
         )
         if self.communicator.size > 1:
             write_whole_files(model)
+            warn_of_own_training(model, self.communicator)
         self._report = Report(_logging.configure(self.communicator.rank))
 
     def follow_world(self) -> bool:

@@ -722,6 +722,30 @@ def test_success_needs_all_ranks_and_is_zero(
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("statement", "warned"),
+    [
+        ("import keras", True),
+        ("import keras; sys.exit(0)", True),
+        ("import keras; sys.exit(3)", False),
+        ("import keras, distkeras; distkeras.rank()", False),
+        ("import keras; from mpi4py import MPI", False),
+    ],
+)
+def test_ranks_that_never_knew_of_each_other(
+    tmp_path: Path, statement: str, warned: bool
+) -> None:
+    """Each trained a model of its own, and the job looked fine."""
+    (tmp_path / "keras.py").touch()  # that it is imported is all that counts
+    script = write(tmp_path, "alone.py", f"{statement}\n")
+    answer = finish(job("-n", 2, script), tmp_path)
+    assert answer.returncode == 3 * ("exit(3)" in statement), answer.stderr
+    words = "[rank 0] warning: the program ended without any use of distkeras"
+    assert answer.stderr.count("without any use of distkeras") == warned
+    assert (words in answer.stderr) == warned
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended but was not waited for does not."""
     try:

@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as exit_:
         code = _exit_code(exit_)
         if code == 0:
-            tell_launcher("ended")
+            _end_well(launcher)
             raise
         _report_exit(exit_, launcher)
     except BaseException as error:
         _report_error(error, launcher)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     else:
-        tell_launcher("ended")
+        _end_well(launcher)
         return
     _end_job(code)
     sys.exit(code)
@@ -161,6 +161,25 @@ def _write(text: str, launcher: Launcher | None) -> None:
     if launcher is not None and launcher.size != 1:
         lines = [f"[rank {launcher.rank}] {line}" for line in lines]
     write("\n".join(lines))
+
+
+def _end_well(launcher: Launcher | None) -> None:
+    """Says once if the ranks did the same work side by side, then tells the launcher.
+
+    Several ranks that are to know of each other start MPI, by whatever means. Without
+    Keras nothing was trained that this could be said of.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    together = mpi is not None and mpi.Is_initialized()
+    several = launcher is not None and launcher.rank == 0 and (launcher.size or 1) > 1
+    if several and "keras" in sys.modules and not together:
+        _write(
+            "warning: the program ended without any use of distkeras: each rank ran "
+            "all of it by itself, and a model that was trained is another one on every "
+            "rank. Train by `distkeras.Trainer(model).fit(...)`.",
+            launcher,
+        )
+    tell_launcher("ended")
 
 
 def _end_job(code: int) -> None:
