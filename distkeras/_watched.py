@@ -140,7 +140,7 @@ def _weighted(tracker: keras.metrics.Metric, size: list[Any]) -> Iterator[None]:
 
 
 def inexact_losses(model: keras.Model, traits: set[str]) -> list[str]:
-    """Returns why losses of a built model depend on how data is cut in batches.
+    """Returns why losses of a built model may depend on how data is cut in batches.
 
     Args:
         model: compiled; its losses are known once a step has been traced.
@@ -151,6 +151,15 @@ def inexact_losses(model: keras.Model, traits: set[str]) -> list[str]:
     """
     compiled = getattr(model, "_compile_loss", None)
     reasons = []
+    for layer in model._flatten_layers():
+        # Of the newest call. Keras divides those of an `activity_regularizer` by the
+        # batch size; regularizers of weights are not among them.
+        if layer._losses and layer.activity_regularizer is None:
+            reasons.append(
+                f"layer '{layer.name}' calls `add_loss`: a mean over examples is "
+                "exact, but a sum over the batch counts 1/N on N ranks, and is to be "
+                "divided by the batch size"
+            )
     for entry in (compiled and compiled._flat_losses) or []:
         reduction = getattr(entry.loss, "reduction", None)
         name = f"loss '{entry.loss.name}'"

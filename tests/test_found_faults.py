@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,55 @@ def test_compiled_again_with_the_same_optimizer(
     again = run.fit(x, x[:, :2], batch_size=8, **options)
     assert first.history["loss"][0] > 0
     assert again.history == first.history
+
+
+def _adding(layer: keras.layers.Layer) -> keras.Model:
+    """Returns a model with a layer that has a loss of its own."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(2, kernel_regularizer="l2")
+    return keras.Sequential([keras.Input((FEATURES,)), dense, layer])
+
+
+class Penalty(keras.layers.Layer):
+    """Adds a loss that is a sum over the batch, or a mean."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.mean = mean
+
+    def call(self, x: Any) -> Any:
+        squares = keras.ops.sum(x * x, axis=-1)
+        ops = keras.ops
+        self.add_loss(0.1 * (ops.mean(squares) if self.mean else ops.sum(squares)))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "regularizer"])
+def test_losses_that_layers_add(world: Communicator, kind: str) -> None:
+    """A sum over the batch trained towards something else, without a word."""
+
+    def make() -> keras.Model:
+        if kind == "regularizer":
+            return _adding(keras.layers.Dense(2, activity_regularizer="l2"))
+        return _adding(Penalty(kind == "mean"))
+
+    x, _ = samples(13 * world.size)
+    single, model = make(), make()
+    for each in (single, model):
+        each.compile(keras.optimizers.SGD(0.1), "mse")
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    expected = single.fit(x, x[:, :2], batch_size=8 * world.size, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(model)
+        history = run.fit(x, x[:, :2], batch_size=8, **options)
+        if kind != "sum":
+            assert_equal_weights(model, single)
+            assert_equal_history(history, expected)
+        run.fit(x, x[:, :2], batch_size=8, **options)
+    told = [str(w.message) for w in caught if "`add_loss`" in str(w.message)]
+    assert len(told) == (kind != "regularizer" and world.size > 1 > world.rank)
+    assert all(f"layer '{model.layers[1].name}'" in text for text in told)
 
 
 class TestStep(keras.Model):
