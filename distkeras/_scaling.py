@@ -21,7 +21,7 @@ class Scaled:
 
     Attributes:
         rates: each before and after.
-        rule: in words, with the factor.
+        rule: in words, with the factor and the warm-up.
     """
 
     rates: list[ScaledRate]
@@ -51,8 +51,9 @@ class Scaling:
             )
 
     def factor(self, size: int) -> float:
-        """Returns what rates are multiplied by for so many ranks."""
-        return scaling_factor(self.rule, size)
+        """Returns what rates are multiplied by for so many ranks; for one by 1."""
+        factor = scaling_factor(self.rule, size)  # raises, also for one
+        return 1.0 if size == 1 else factor
 
     def apply(self, model: keras.Model, factor: float, steps: int | None) -> Scaled:
         """Scales and warms up the rate of every optimizer that a model holds.
@@ -75,7 +76,10 @@ class Scaling:
             rates += scale_learning_rate(optimizer, factor)
             if self.warmup_epochs and steps is not None:
                 warm_up_learning_rate(optimizer, self.warmup_epochs * steps)
-        return Scaled(rates, f"{self._name()} scaled, x{factor:g}")
+        rule = f"{self._name()} scaled, x{factor:g}"
+        if self.warmup_epochs:
+            rule += f", rising to it over {self.warmup_epochs:g} epochs"
+        return Scaled(rates, rule)
 
     def _name(self) -> str:
         if self.rule is None:
