@@ -78,9 +78,11 @@ class ReplicaCheck(keras.callbacks.Callback):
         except MismatchError as error:
             raise ReplicaDriftError(
                 f"Expected bit-equal trainable weights on all ranks {when}. "
-                f"Received: {error}\nSome weights were changed on one rank only: by a "
-                "`train_step` or callback that bypasses the exchange, or by an "
-                "operation whose result differs from rank to rank. "
+                f"Received: {error}\nSome weights were changed on one rank only, or "
+                "otherwise than on the others: by a `train_step` or callback that "
+                "bypasses the exchange, by an optimizer or a layer that is set up "
+                "otherwise there (momentum, decay), or by an operation whose result "
+                "differs from rank to rank. "
                 "`Trainer(check_replicas=False)` turns this check off."
             ) from error
 

@@ -31,6 +31,7 @@ from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
 from distkeras._replicas import weight_digests
 from distkeras._resume import Continuation
+from distkeras._settings import AgreeOnSettings
 from distkeras._timeline import Timeline
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
@@ -226,6 +227,7 @@ class Session:
         boards = Boards(self.communicator, boards_among(users), keeper, functions.norm)
         arranged = [
             BroadcastVariables(communicator=self.communicator),
+            AgreeOnSettings(self.communicator),
             *going_on.early,
             Order(data),
             keeper,

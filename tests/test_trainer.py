@@ -19,6 +19,7 @@ from equivalence import samples
 from equivalence import trainer
 
 import distkeras
+from distkeras._settings import settings_of
 from distkeras.communicators import Communicator
 
 pytestmark = pytest.mark.dealt
@@ -145,14 +146,19 @@ def test_weights_begin_as_on_rank_zero(world: Communicator) -> None:
     ],
 )
 def test_learning_rate_is_scaled_once(
-    world: Communicator, rule: Any, factor: Any, tmp_path: Path
+    world: Communicator,
+    rule: Any,
+    factor: Any,
+    tmp_path: Path,
+    tmp_path_shared: Path,
 ) -> None:
     x, y = samples(8)
     model = build(OPTIMIZERS["sgd_momentum"])
     run = distkeras.Trainer(model, learning_rate_scaling=rule)
     scaled = 0.1 * factor(world.size) if world.size > 1 else 0.1
-    for _ in range(2):
-        run.fit(x, y, batch_size=4, verbose=0)
+    checkpoint = distkeras.callbacks.Checkpoint(tmp_path_shared / "run")
+    for callbacks in ([], [checkpoint]):  # by which one rank takes another way
+        run.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
         assert float(model.optimizer.learning_rate) == pytest.approx(scaled)
     path = tmp_path / "model.keras"
     run.save(path)
@@ -289,6 +295,139 @@ def test_models_that_differ(world: Communicator) -> None:
         trainer(model).fit(x, y, batch_size=2, verbose=0)
 
 
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_training_past_the_trainer_is_told_once(
+    world: Communicator, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """Ranks trained a model each; what the `Trainer` does by itself is no such case."""
+    x, y = samples(8)
+    model = build(OPTIMIZERS["adam"])
+    run = trainer(model)
+    with caplog.at_level("WARNING", logger="distkeras"):
+        run.fit(x, y, batch_size=2, verbose=0, callbacks=[Look()])
+        model.evaluate(x, y, verbose=0)
+        model.predict(x, verbose=0)
+        assert "by itself" not in caplog.text
+        for _ in range(2):
+            getattr(model, method)(x, y)
+    first = world.size > 1 and world.rank == 0
+    assert caplog.text.count(f"`model.{method}` trains") == first
+    caplog.clear()
+    other = keras.models.clone_model(model)
+    other.compile(
+        distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        "sparse_categorical_crossentropy",
+        jit_compile=False,
+    )
+    trainer(other)
+    with caplog.at_level("WARNING", logger="distkeras"):
+        other.train_on_batch(x, y)
+    assert "by itself" not in caplog.text
+
+
+class Look(keras.callbacks.Callback):
+    """Does with the model itself what callbacks do, on this rank's own data."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        x, y = samples(3)
+        self.model.evaluate(x, y, verbose=0)
+        self.model.predict(x, verbose=0)
+
+
+def _with_settings(
+    rank: int, *, slope: float = 0.2, smoothing: float = 0.1, momentum: float = 0.9
+) -> keras.Model:
+    """Returns a model that differs by rank in what may differ."""
+    for _ in range(rank):  # names are numbered on
+        keras.layers.Dense(1), keras.layers.Dropout(0.1)
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(
+                4,
+                activation=lambda x: x * (1 + rank * 0),
+                kernel_initializer=keras.initializers.RandomNormal(seed=rank),
+            ),
+            keras.layers.LeakyReLU(negative_slope=slope),
+            keras.layers.Dropout(0.1, seed=rank),
+            Ranked(rank),
+            keras.layers.Lambda(lambda x: x + 0 * rank),
+            keras.layers.Dense(1, "sigmoid", name=f"last_{rank}"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.1 * (rank + 1), momentum),
+        keras.losses.BinaryCrossentropy(label_smoothing=smoothing),
+    )
+    return model
+
+
+class Ranked(keras.layers.Layer):
+    """A layer that is made with the rank."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.rank = rank
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "rank": self.rank}
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "text"),
+    [
+        ("slope", (0.2, 0.3), r"layer 2 \(LeakyReLU\): negative_slope=0.[23]\n"),
+        ("smoothing", (0.1, 0.2), r"loss 1 \(Binary.*\): label_smoothing=0.[12]\n"),
+        ("momentum", (0.9, 0.5), r"optimizer 1 \(SGD\): momentum=0.[95]\n"),
+    ],
+)
+def test_settings_that_differ(
+    world: Communicator, option: str, values: tuple[float, float], text: str
+) -> None:
+    """Training went on to its end, or drifted for a reason that was not named."""
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, _ = samples(8)
+    last = world.rank == world.size - 1
+    model = _with_settings(0, **{option: values[last]})
+    with pytest.raises(distkeras.MismatchError, match=text) as error:
+        trainer(model).fit(x, x[:, :1] > 0, batch_size=2, verbose=0)
+    assert len(set(world.allgather_object(str(error.value)))) == 1
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_settings_that_may_differ(world: Communicator) -> None:
+    """Names, seeds, functions, rates and what classes of the user's are made with."""
+    x, _ = samples(8)
+    model = _with_settings(world.rank)
+    trainer(model).fit(x, x[:, :1] > 0, batch_size=2, verbose=0)
+    assert_equal_everywhere(world, model)
+
+
+def test_settings_are_those_of_the_file(tmp_path: Path) -> None:
+    """A rank may have loaded the model that another one has made."""
+    dense = keras.layers.Dense(3, "relu", kernel_regularizer="l2")
+    image = [keras.layers.Conv1D(3, 2), keras.layers.BatchNormalization(), dense]
+    model = keras.Sequential([keras.Input((6, 1)), *image])
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    loss = keras.losses.CategoricalCrossentropy(label_smoothing=0.1)
+    model.compile(keras.optimizers.Adam(rate, clipnorm=1), loss)
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    settings = settings_of(model)
+    assert settings_of(loaded) == settings
+    for row in (
+        "layer 1 (Conv1D): kernel_size=[2]",
+        "layer 3 (Dense): kernel_regularizer.l2=0.01",
+        "loss 1 (CategoricalCrossentropy): label_smoothing=0.1",
+        "optimizer 1 (Adam): learning_rate.decay_rate=0.9",
+    ):
+        assert row in settings
+
+
 class Bypass(keras.Model):
     """Applies gradients without an optimizer that the model holds."""
 
@@ -403,7 +542,7 @@ def test_decisions_are_logged_once_on_rank_zero(
 ) -> None:
     x, y = samples(20)
     model, path = build(OPTIMIZERS["sgd_momentum"]), tmp_path_shared / "trace.json"
-    run = distkeras.Trainer(model, timeline=path)
+    run = distkeras.Trainer(model, timeline=path, warmup_epochs=0.5)
     with caplog.at_level("INFO", logger="distkeras"):
         run.fit(x, y, batch_size=4, verbose=0)
         run.fit(x, y, batch_size=4, verbose=0)
@@ -416,7 +555,7 @@ def test_decisions_are_logged_once_on_rank_zero(
             f"{world.size} ranks on 1 node",
             f"4 a rank, {4 * world.size} global",
             f"0.1 -> {0.1 * world.size:.6g}",
-            f"scaled, x{world.size}",
+            f"(linear scaled, x{world.size}, rising to it over 0.5 epochs)",
             "mpi",
         ]:
             assert words in text
