@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from distkeras import _horovod
 from distkeras import communicators
 from distkeras._learning_rate import applied_factor
 from distkeras._learning_rate import has_settable_rate
@@ -28,7 +29,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
     update, also with `steps_per_execution`, under XLA, with gradient accumulation and
     on top of a schedule, and goes on where it was when training is resumed.
 
-    `Trainer.fit(warmup_epochs=...)` does the same; this callback is for a rate that
+    `Trainer(warmup_epochs=...)` does the same; this callback is for a rate that
     is scaled by hand. It replaces Horovod's `LearningRateWarmupCallback`, whose
     formula has k + 1 in the place of k.
 
@@ -45,13 +46,15 @@ class LearningRateWarmup(keras.callbacks.Callback):
             the model has no optimizer.
 
     Example:
-        >>> model.fit(x, y, callbacks=[distkeras.callbacks.LearningRateWarmup(5)])
+        >>> model.fit(x, y, callbacks=[
+        ...     distkeras.callbacks.LearningRateWarmup(warmup_epochs=5)])
     """
 
+    @_horovod.explains_arguments(_horovod.WARMUP_ARGUMENTS)
     def __init__(
         self,
-        warmup_epochs: float = 5,
         *,
+        warmup_epochs: float = 5,
         steps_per_epoch: int | None = None,
         divisor: float | None = None,
         verbose: int = 0,
@@ -176,12 +179,13 @@ class LearningRateSchedule(keras.callbacks.Callback):
         >>> model.fit(x, y, epochs=90, callbacks=[step])
     """
 
+    @_horovod.explains_arguments(_horovod.SCHEDULE_ARGUMENTS)
     def __init__(
         self,
         multiplier: float | Callable[[float], float],
+        *,
         start_epoch: int = 0,
         end_epoch: int | None = None,
-        *,
         staircase: bool = True,
         steps_per_epoch: int | None = None,
         initial_learning_rate: float | None = None,

@@ -1,8 +1,18 @@
-"""Settings left over from Horovod: none has an effect here, and that is said once."""
+"""What is left over from Horovod in a job or a script, and what to write instead.
+
+Environment variables have no effect here, and that is said once. An argument that does
+not exist here is an error that says what does the same.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from collections.abc import Mapping
+from typing import Any
+from typing import TypeVar
+from typing import cast
 
 from distkeras import _logging
 from distkeras._launcher import Launcher
@@ -26,6 +36,81 @@ _INSTEAD = {
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "DISTKERAS_TIMEOUT",
     "HOROVOD_TIMELINE": "Trainer(model, timeline='trace.json')",
 }
+
+# What does instead what an argument did, in Horovod's order.
+OPTIMIZER_ARGUMENTS = {
+    "name": "leave it out",
+    "device_dense": "leave it out",
+    "device_sparse": "leave it out",
+    "sparse_as_dense": "leave it out, gradients of embeddings stay sparse",
+    "gradient_predivide_factor": "leave it out, gradients are averaged",
+    "op": "leave it out, gradients are averaged; there is no Adasum",
+    "backward_passes_per_step": "`gradient_accumulation_steps` of the Keras optimizer",
+    "average_aggregated_gradients": "leave it out, it is always so",
+    "num_groups": "bucket_bytes=...",
+    "groups": "bucket_bytes=...",
+    "process_set": "communicator=...",
+    "scale_local_gradients": "leave it out",
+}
+WARMUP_ARGUMENTS = {
+    "initial_lr": "the optimizer's own rate, `SGD(0.1 * distkeras.size())`",
+    "momentum_correction": "leave it out, there is none",
+}
+SCHEDULE_ARGUMENTS = {
+    "initial_lr": "the optimizer's own rate, or initial_learning_rate=...",
+    "momentum_correction": "leave it out, there is none",
+}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def explains_arguments(instead: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """Makes a function say what to write for those arguments of Horovod's it lacks.
+
+    Args:
+        instead: what to write, by argument, in Horovod's order.
+
+    Returns:
+        A decorator. The function raises TypeError for arguments it does not have, and
+        explains those of `instead`; the first of them where too many came by position.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                names = [name for name in instead if name in kwargs]
+                if str(error) == "too many positional arguments":
+                    names = [next(iter(instead)), *names]
+                if names:
+                    lines = [f"  {name}: {instead[name]}" for name in names]
+                    raise TypeError(
+                        f"Expected {_title(function)}{_shown(signature)}. Received: "
+                        f"{error}. Instead of Horovod's\n" + "\n".join(lines)
+                    ) from None
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
+
+
+def _title(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """Returns the arguments and their defaults, as one writes them."""
+    arguments = [
+        argument.replace(annotation=inspect.Parameter.empty)
+        for argument in signature.parameters.values()
+        if argument.name != "self"
+    ]
+    return str(inspect.Signature(arguments))
 
 
 def warn_of_ignored_variables(

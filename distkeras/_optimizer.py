@@ -9,6 +9,7 @@ from typing import Any
 import keras
 from keras.src.saving import object_registration
 
+from distkeras import _horovod
 from distkeras import backends
 from distkeras.communicators import Communicator
 from distkeras.communicators import world
@@ -19,6 +20,7 @@ from distkeras.gradients import make_wire
 _EXCHANGE = "_distkeras_exchange"
 
 
+@_horovod.explains_arguments(_horovod.OPTIMIZER_ARGUMENTS)
 def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look for
     optimizer: keras.optimizers.Optimizer,
     *,

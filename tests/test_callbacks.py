@@ -60,10 +60,15 @@ def test_warm_up_then_schedules(world, size):
     schedule = callbacks.LearningRateSchedule
     seen, history = fit(
         model,
-        callbacks.LearningRateWarmup(5, divisor=size),
-        schedule(lambda epoch: 10.0 ** -(epoch // 5), 5, 11),
-        schedule(lambda epoch: 10.0 ** -(epoch / 5), 11, 15, staircase=False),
-        schedule(lambda epoch: epoch, 15),
+        callbacks.LearningRateWarmup(warmup_epochs=5, divisor=size),
+        schedule(lambda epoch: 10.0 ** -(epoch // 5), start_epoch=5, end_epoch=11),
+        schedule(
+            lambda epoch: 10.0 ** -(epoch / 5),
+            start_epoch=11,
+            end_epoch=15,
+            staircase=False,
+        ),
+        schedule(lambda epoch: epoch, start_epoch=15),
         epochs=20,
     )
     assert seen.shape == (20, STEPS)
@@ -89,7 +94,7 @@ def test_warm_up_under_the_trainer(world):
     trainer = distkeras.Trainer(model, learning_rate_scaling=None)
     rates = Rates()
     x = np.linspace(-1, 1, 40).reshape(-1, 2)
-    warm_up = callbacks.LearningRateWarmup(2)
+    warm_up = callbacks.LearningRateWarmup(warmup_epochs=2)
     trainer.fit(
         x, x[:, :1], batch_size=1, epochs=3, verbose=0, callbacks=[warm_up, rates]
     )
@@ -109,7 +114,9 @@ def test_warm_up_takes_a_step_that_was_traced_before(jit):
     fit(model)
     frozen = model.get_weights()
     model.optimizer.iterations.assign(0)
-    seen, _ = fit(model, callbacks.LearningRateWarmup(2, divisor=4), shuffle=False)
+    seen, _ = fit(
+        model, callbacks.LearningRateWarmup(warmup_epochs=2, divisor=4), shuffle=False
+    )
     np.testing.assert_allclose(seen[0], 0.1 * (1 + 3 * np.arange(STEPS) / 10), 1e-6)
 
     class ByHand(keras.callbacks.Callback):
@@ -126,7 +133,7 @@ def test_warm_up_takes_a_step_that_was_traced_before(jit):
 def test_warm_up_begins_at_the_rate_that_the_trainer_scaled():
     model = small_model(keras.optimizers.SGD(0.1))
     scale_learning_rate(model.optimizer, 3)
-    warm_up = callbacks.LearningRateWarmup(1)
+    warm_up = callbacks.LearningRateWarmup(warmup_epochs=1)
     warm_up.prepare(model.optimizer, STEPS)
     seen, _ = fit(model, warm_up, epochs=2)
     np.testing.assert_allclose(seen[0], 0.1 * (1 + 2 * np.arange(STEPS) / STEPS), 1e-6)
@@ -135,7 +142,7 @@ def test_warm_up_begins_at_the_rate_that_the_trainer_scaled():
 
 def test_warm_up_of_a_second_fit_goes_on():
     model = small_model(keras.optimizers.SGD(0.4))
-    warm_up = callbacks.LearningRateWarmup(2, divisor=4)
+    warm_up = callbacks.LearningRateWarmup(warmup_epochs=2, divisor=4)
     first, _ = fit(model, warm_up)
     function = model.train_function
     second, _ = fit(model, warm_up)
@@ -147,7 +154,7 @@ def test_warm_up_of_a_second_fit_goes_on():
 def test_warm_up_says_when_it_is_over(world, capsys):
     fit(
         small_model(keras.optimizers.SGD(0.5)),
-        callbacks.LearningRateWarmup(1.5, divisor=2, verbose=1),
+        callbacks.LearningRateWarmup(warmup_epochs=1.5, divisor=2, verbose=1),
         epochs=3,
     )
     printed = capsys.readouterr().out
@@ -159,7 +166,10 @@ def test_plateau_during_the_warm_up_multiplies_once():
     model = small_model(keras.optimizers.SGD(0.4))
     plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=9.0)
     seen, history = fit(
-        model, callbacks.LearningRateWarmup(4, divisor=4), plateau, epochs=6
+        model,
+        callbacks.LearningRateWarmup(warmup_epochs=4, divisor=4),
+        plateau,
+        epochs=6,
     )
     share = np.minimum(1, np.arange(6 * STEPS) / (4 * STEPS)).reshape(6, STEPS)
     halvings = np.maximum(0, np.arange(6) - 1)[:, None]  # first epoch: the best
@@ -196,7 +206,7 @@ def generated():
 
 def test_unknown_lengths_are_refused_and_can_be_given():
     for callback in (
-        callbacks.LearningRateWarmup(1),
+        callbacks.LearningRateWarmup(warmup_epochs=1),
         callbacks.LearningRateSchedule(0.5, staircase=False),
     ):
         model = small_model(keras.optimizers.SGD(0.1))
@@ -221,4 +231,15 @@ def test_a_schedule_of_schedules_is_refused():
     with pytest.raises(TypeError, match="is a schedule"):
         fit(model, callbacks.LearningRateSchedule(0.5))
     with pytest.raises(ValueError, match="warmup_epochs=-1"):
-        callbacks.LearningRateWarmup(-1)
+        callbacks.LearningRateWarmup(warmup_epochs=-1)
+
+
+def test_the_rate_that_horovod_takes_first_is_not_taken_for_epochs():
+    with pytest.raises(TypeError, match=r"warmup_epochs=5.*\n  initial_lr: .*SGD"):
+        callbacks.LearningRateWarmup(0.4)
+    with pytest.raises(TypeError, match="initial_lr: .*initial_learning_rate="):
+        callbacks.LearningRateSchedule(0.4, lambda epoch: 0.1**epoch)
+    with pytest.raises(TypeError, match="initial_lr: .*\n  momentum_correction: leave"):
+        callbacks.LearningRateWarmup(initial_lr=0.4, momentum_correction=False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        callbacks.LearningRateWarmup(unknown=1)

@@ -280,7 +280,7 @@ def test_callbacks_that_steer_go_on(
 
     def steering() -> list[keras.callbacks.Callback]:
         return [
-            LearningRateWarmup(4, divisor=2),
+            LearningRateWarmup(warmup_epochs=4, divisor=2),
             keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 1.3),
             keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.05),

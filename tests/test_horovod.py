@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 
 import distkeras
@@ -57,6 +58,7 @@ def test_what_the_page_names_exists() -> None:
     """Names of distkeras, options of the Trainer and of the command line."""
     page = (Path(__file__).parent.parent / "docs/from-horovod.md").read_text()
     page += "".join(f"`{text}`" for text in _horovod._INSTEAD.values())
+    page += "".join(_horovod.WARMUP_ARGUMENTS.values())
     names = set(re.findall(r"`distkeras\.((?:callbacks\.)?\w+)", page))
     assert len(names) >= 10
     for name in names:
@@ -72,6 +74,40 @@ def test_what_the_page_names_exists() -> None:
     assert flags
     for flag in itertools.chain.from_iterable(flags):
         assert flag in said.getvalue()
+
+
+# Horovod 0.28, `horovod.tensorflow.keras`.
+ARGUMENTS = (
+    "name",
+    "device_dense",
+    "device_sparse",
+    "sparse_as_dense",
+    "gradient_predivide_factor",
+    "op",
+    "backward_passes_per_step",
+    "average_aggregated_gradients",
+    "num_groups",
+    "groups",
+    "process_set",
+    "scale_local_gradients",
+)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_its_optimizer_are_explained(name: str) -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(TypeError, match=f"Instead of Horovod's\n  {name}: ") as error:
+        distkeras.DistributedOptimizer(optimizer, **{name: 1})
+    instead = _horovod.OPTIMIZER_ARGUMENTS[name]
+    if instead.endswith("=..."):
+        parameters = inspect.signature(distkeras.DistributedOptimizer).parameters
+        assert instead.removesuffix("=...") in parameters
+    assert instead in str(error.value)
+
+
+def test_what_horovod_does_not_have_either_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'$"):
+        distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1), unknown=1)
 
 
 # As in Horovod's documentation, with what takes their place.

@@ -356,7 +356,9 @@ def test_warmup_callback_of_a_later_fit(
     callbacks = [distkeras.callbacks.Checkpoint(tmp_path)] if kept else []
     run.fit(x, y, batch_size=4, callbacks=callbacks, **options)
     # So long that it has not left its beginning after three updates.
-    callbacks.append(distkeras.callbacks.LearningRateWarmup(1e9, divisor=2))
+    callbacks.append(
+        distkeras.callbacks.LearningRateWarmup(warmup_epochs=1e9, divisor=2)
+    )
     run.fit(x, y, batch_size=4, callbacks=callbacks, **options)
     assert_equal_weights(model, single)
 
