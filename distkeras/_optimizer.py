@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,18 @@ from keras.src.saving import object_registration
 
 from distkeras import _horovod
 from distkeras import backends
+from distkeras._errors import MismatchError
+from distkeras._replicas import weight_digests
 from distkeras.communicators import Communicator
+from distkeras.communicators import agree
 from distkeras.communicators import world
 from distkeras.gradients import Compression
 from distkeras.gradients import GradientExchange
 from distkeras.gradients import make_wire
 
 _EXCHANGE = "_distkeras_exchange"
+# Whether all ranks were seen to begin with the same weights.
+_BEGUN = "_distkeras_begun"
 
 
 @_horovod.explains_arguments(_horovod.OPTIMIZER_ARGUMENTS)
@@ -53,18 +57,25 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
 
     Raises:
         TypeError: if `optimizer` is not a Keras optimizer.
-        ValueError: if an option has no meaning.
+        ValueError: if an option has no meaning, or comes too late; by `apply`, if XLA
+            compiles the step or another optimizer scales the loss around this one.
         MismatchError: by `apply`, on every rank, if gradients differ over ranks in
-            number, order, shape or dtype. From within a `tf.function` TensorFlow
-            raises an error of its own with the same words.
+            number, order, shape or dtype, or the weights do in the first step. From
+            within a `tf.function` TensorFlow raises an error of its own with the
+            same words.
 
     Example:
         ```python
         optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        with tf.GradientTape() as tape:
-            loss = loss_fn(y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.build(model.trainable_variables)
+        distkeras.callbacks.broadcast_variables(
+            [*model.variables, *optimizer.variables]
+        )
+        for x, y in batches:  # this rank's
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, model(x, training=True))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         ```
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -74,12 +85,19 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
         )
     wire = make_wire(compression, error_feedback=error_feedback)
     if is_distributed(optimizer):
+        _refuse_late_options(
+            communicator=communicator,
+            bucket_bytes=bucket_bytes,
+            compression=compression,
+            error_feedback=error_feedback,
+        )
         return optimizer
     group = communicator or world()
     if group.size == 1:
         return optimizer
     exchange = GradientExchange(group, bucket_bytes=bucket_bytes, wire=wire)
     object.__setattr__(optimizer, _EXCHANGE, backends.current().exchange(exchange))
+    object.__setattr__(optimizer, _BEGUN, False)
     object.__setattr__(optimizer, "__class__", _distributed_class(type(optimizer)))
     return optimizer
 
@@ -97,6 +115,22 @@ def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
             getattr(part, _EXCHANGE).exchange.close()
             object.__setattr__(part, "__class__", type(part).__mro__[1])
             object.__delattr__(part, _EXCHANGE)
+            object.__delattr__(part, _BEGUN)
+
+
+def _refuse_late_options(**options: Any) -> None:
+    given = ", ".join(
+        f"{name}={value!r}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    )
+    if given:
+        raise ValueError(
+            "Expected no options for an optimizer that is distributed already: its "
+            f"exchange is made. Received: {given}. Give them when it is distributed "
+            "first; instead of `distkeras.load_model`, which does so, call "
+            "`keras.models.load_model`."
+        )
 
 
 _DISTRIBUTED: dict[type, type] = {}
@@ -110,15 +144,20 @@ def _distributed_class(base: Any) -> type:
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         variables = trainable_variables
         variables = self._trainable_variables if variables is None else variables
-        getattr(self, _EXCHANGE).apply(
-            functools.partial(base.apply, self), self, list(grads), list(variables)
-        )
+        _check_that_it_is_outermost(self)
+
+        def update(grads: list[Any], variables: Sequence[Any]) -> None:
+            _check_that_ranks_begin_alike(self, variables)
+            base.apply(self, grads, variables)
+
+        getattr(self, _EXCHANGE).apply(update, self, list(grads), list(variables))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         # Keras copies by saving and loading, which gives the stock class back.
         make, arguments, *_ = self.__reduce__()
         duplicate = make(*arguments)
-        object.__setattr__(duplicate, _EXCHANGE, getattr(self, _EXCHANGE))
+        for name in (_EXCHANGE, _BEGUN):
+            object.__setattr__(duplicate, name, getattr(self, name))
         object.__setattr__(duplicate, "__class__", type(self))
         memo[id(self)] = duplicate
         return duplicate
@@ -140,6 +179,45 @@ def _distributed_class(base: Any) -> type:
         object_registration.GLOBAL_CUSTOM_NAMES[derived] = registered
     _DISTRIBUTED[base] = derived
     return derived
+
+
+def _check_that_it_is_outermost(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises where a rank may skip the exchange because its gradients overflow."""
+    if backends.under_loss_scaling():
+        name = type(optimizer).__name__
+        raise ValueError(
+            "Expected the outermost optimizer to be the distributed one. Received: a "
+            f"distributed {name} inside of a LossScaleOptimizer, which leaves {name} "
+            "out on a rank whose gradients are not finite, and with it the exchange. "
+            "Under mixed_float16 `compile` wraps an optimizer so by itself. Write "
+            "`distkeras.DistributedOptimizer(keras.optimizers.LossScaleOptimizer("
+            f"keras.optimizers.{name}(...)))`, or train by `distkeras.Trainer(model)`."
+        )
+
+
+def _check_that_ranks_begin_alike(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> None:
+    """Raises on every rank, in the first step, if ranks begin with other weights.
+
+    The gradients have been agreed on by then. Collective, as a first step is.
+    """
+    if getattr(optimizer, _BEGUN):
+        return
+    exchange = getattr(optimizer, _EXCHANGE)
+    with exchange.before_the_step():
+        rows = weight_digests(variables)
+    try:
+        agree(exchange.exchange.communicator, "the trainable weights", rows)
+    except MismatchError as error:
+        raise MismatchError(
+            "Expected bit-equal trainable weights on all ranks before the first step. "
+            f"Received: {error}\nOnce the model is built, and before the first step, "
+            "call `optimizer.build(model.trainable_variables)` and "
+            "`distkeras.callbacks.broadcast_variables([*model.variables, "
+            "*optimizer.variables])`."
+        ) from error
+    object.__setattr__(optimizer, _BEGUN, True)
 
 
 def _keras_names() -> dict[type, str]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import textwrap
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -211,6 +215,17 @@ def test_wrapping_twice_or_undoing_it(world: Communicator) -> None:
     assert not is_distributed(optimizer)
 
 
+def test_options_that_come_too_late_are_refused(world: Communicator) -> None:
+    optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for options in ({"compression": "float16"}, {"bucket_bytes": 5}):
+        if world.size == 1:  # nothing has been done
+            assert distkeras.DistributedOptimizer(optimizer, **options) is optimizer
+            continue
+        ((name, value),) = options.items()
+        with pytest.raises(ValueError, match=f"already.*Received: {name}={value!r}"):
+            distkeras.DistributedOptimizer(optimizer, **options)
+
+
 def test_wrong_argument(world: Communicator) -> None:
     with pytest.raises(TypeError, match="Expected a Keras optimizer.*'sgd'"):
         distkeras.DistributedOptimizer("sgd")
@@ -230,6 +245,161 @@ def test_infinity_on_one_rank_skips_the_step_on_all(world: Communicator) -> None
         for a, b in zip(other, weights[0], strict=True):
             np.testing.assert_array_equal(a, b)
             assert np.isfinite(a).all()
+
+
+@pytest.fixture
+def mixed_float16() -> Iterator[None]:
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def compile_and_fit(
+    world: Communicator, optimizer: Optimizer, **options: Any
+) -> keras.Model:
+    """Three batches, of which the second is infinite on the last rank."""
+    model = dense()
+    model.compile(optimizer, "mse", **options)
+    data = [step[world.rank] for step in batches(world.size, steps=3)]
+    if world.rank == world.size - 1:
+        data[1] = (np.full_like(data[1][0], np.inf), data[1][1])
+    x, y = map(np.concatenate, zip(*data, strict=True))
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    return model
+
+
+def test_loss_scaling_outside_of_the_exchange_is_refused(
+    world: Communicator, mixed_float16: None
+) -> None:
+    """As `compile` wraps it: a rank with infinite gradients would not exchange."""
+    plain = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    if world.size > 1:
+        with pytest.raises(ValueError, match=r"DistributedOptimizer\(.*LossScale.*SGD"):
+            compile_and_fit(world, plain)
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0
+    )
+    model = compile_and_fit(world, distkeras.DistributedOptimizer(scaled))
+    assert model.optimizer is scaled
+    assert int(scaled.iterations) == 2
+    everyone = world.allgather_object(model.get_weights())
+    np.testing.assert_array_equal(everyone[0][0], everyone[-1][0])
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_loss_scaling_around_parts_that_exchange_is_refused(
+    world: Communicator, graph: bool
+) -> None:
+    multi = KINDS["multi"]()
+    for part in multi.optimizers:
+        distkeras.DistributedOptimizer(part)
+    optimizer = keras.optimizers.LossScaleOptimizer(multi)
+    data = [step[world.rank] for step in batches(world.size)]
+    if world.size == 1:
+        train(dense(), optimizer, data, graph)
+        return
+    with pytest.raises(ValueError, match="Expected the outermost optimizer"):
+        train(dense(), optimizer, data, graph)
+
+
+def test_the_trainer_takes_an_optimizer_that_loss_scaling_is_around(
+    world: Communicator, mixed_float16: None
+) -> None:
+    model = dense()
+    model.compile(distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = map(np.concatenate, zip(*batches(world.size)[0], strict=True))
+    distkeras.Trainer(model).fit(x, y, batch_size=4, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("by", ["compile", "function"])
+def test_xla_around_the_exchange_is_refused(world: Communicator, by: str) -> None:
+    """On a GPU `compile` chooses it by itself, as Horovod's users do not expect."""
+    optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = dense()
+    x, y = batches(world.size)[0][world.rank]
+
+    def fit() -> None:
+        if by == "compile":
+            model.compile(optimizer, "mse", jit_compile=True)
+            model.fit(x, y, verbose=0)
+            return
+
+        @tf.function(jit_compile=True, autograph=False)
+        def step(x: tf.Tensor) -> None:
+            optimizer.apply(
+                [tf.reduce_sum(x) * v for v in model.trainable_variables],
+                model.trainable_variables,
+            )
+
+        step(tf.constant(x))
+
+    if world.size == 1:
+        fit()
+        return
+    with pytest.raises(ValueError, match="`jit_compile=False`.*distkeras.Trainer"):
+        fit()
+
+
+def unequal(world: Communicator) -> keras.Model:
+    """Returns a model whose weights differ by rank, as those of an unseeded one."""
+    keras.utils.set_random_seed(world.rank)
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_ranks_that_begin_with_other_weights_are_told_to_broadcast(
+    world: Communicator, graph: bool
+) -> None:
+    optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = unequal(world)
+    data = [step[world.rank] for step in batches(world.size)]
+    if world.size > 1:
+        with pytest.raises(MismatchError, match="broadcast_variables") as error:
+            train(model, optimizer, data, graph)
+        assert "dense" in str(error.value)
+        assert len(set(world.allgather_object(str(error.value)))) == 1
+    distkeras.callbacks.broadcast_variables([*model.variables, *optimizer.variables])
+    train(model, optimizer, data, graph)
+    everyone = world.allgather_object(model.get_weights())
+    np.testing.assert_array_equal(everyone[0][0], everyone[-1][0])
+
+
+def test_weights_are_compared_in_the_first_step_alone(world: Communicator) -> None:
+    """A loop may change them later; ranks trace again at different times."""
+    optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = dense()
+    data = [step[world.rank] for step in batches(world.size)]
+    train(model, optimizer, data, True)
+    model.set_weights([w + world.rank for w in model.get_weights()])
+    again = 1 + world.rank
+    for _ in range(again):
+        train(model, optimizer, data[: 6 // again], True)
+
+
+@pytest.mark.parametrize("where", ["README", "docstring"])
+def test_printed_loop_keeps_unseeded_ranks_equal(
+    world: Communicator, where: str
+) -> None:
+    if where == "README":
+        page = (Path(__file__).parent.parent / "README.md").read_text()
+        text = page.partition("## Loops of your own")[2]
+    else:
+        text = inspect.cleandoc(distkeras.DistributedOptimizer.__doc__)
+    code = textwrap.dedent(text.partition("```python\n")[2].partition("```")[0])
+    model = unequal(world)
+    names = {
+        "distkeras": distkeras,
+        "keras": keras,
+        "tf": tf,
+        "model": model,
+        "loss_fn": keras.losses.MeanSquaredError(),
+        "batches": [step[world.rank] for step in batches(world.size)],
+    }
+    exec(code, names)
+    assert int(names["optimizer"].iterations) == 6
+    everyone = world.allgather_object(model.get_weights())
+    np.testing.assert_array_equal(everyone[0][0], everyone[-1][0])
 
 
 def test_infinity_while_accumulating_skips_on_all(world: Communicator) -> None:

@@ -8,4 +8,5 @@ from distkeras.backends._optimizers import (
     indifferent_to_duplicates as indifferent_to_duplicates,
 )
 from distkeras.backends._optimizers import inner_optimizers as inner_optimizers
+from distkeras.backends._optimizers import under_loss_scaling as under_loss_scaling
 from distkeras.backends._optimizers import updates as updates

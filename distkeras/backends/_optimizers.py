@@ -1,13 +1,15 @@
 """What the exchange must know of a Keras optimizer: who accumulates, what scales.
 
-All reading of private optimizer attributes is here; `tests/test_optimizers.py` fails
+All reading of private optimizer attributes is here; `tests/test_optimizer.py` fails
 when Keras changes one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import keras
@@ -69,6 +71,19 @@ def gradient_scale(optimizer: keras.optimizers.Optimizer) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.dynamic_scale.value
     return optimizer.loss_scale_factor or 1.0
+
+
+def under_loss_scaling() -> bool:
+    """Returns whether a `LossScaleOptimizer` is applying the optimizer inside of it.
+
+    It does so in a branch that is taken where gradients are finite, and lets the one
+    inside know of nothing: the stack alone tells.
+    """
+    file = keras.optimizers.LossScaleOptimizer.apply.__code__.co_filename
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame is not None
 
 
 def indifferent_to_duplicates(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from distkeras.backends import _tensorflow_host
 from distkeras.backends._optimizers import accumulation_steps
@@ -106,7 +107,18 @@ class TensorFlowExchange:
             variables: what they belong to.
             may_be_exhausted: whether a step may come in which no rank has an
                 example left; then nothing is applied.
+
+        Raises:
+            ValueError: if the step is traced for XLA.
         """
+        if _traced_for_xla():
+            raise ValueError(
+                "Expected a step that XLA does not compile: it cannot contain the "
+                "exchange with other ranks. Received: jit_compile=True, which on a GPU "
+                "`compile` chooses by itself. Pass `jit_compile=False` to `compile`, "
+                "or to `tf.function`; or train by `distkeras.Trainer(model)`, where "
+                "XLA compiles what is before and after the exchange."
+            )
         if not optimizer.built:  # `apply` does so too, but accumulators are read before
             optimizer.build(list(variables))
         reduced, examples = self.reduce(optimizer, gradients, variables)
@@ -119,6 +131,12 @@ class TensorFlowExchange:
             tf.cond(examples > 0, update, lambda: tf.constant(False))
         else:
             update()
+
+    @contextlib.contextmanager
+    def before_the_step(self) -> Iterator[None]:
+        """Lets variables be read inside, also while the step is traced."""
+        with tf.init_scope():
+            yield
 
     def reduce(
         self,
@@ -261,6 +279,11 @@ class TensorFlowExchange:
             for i, output in zip(where, rows, strict=True):
                 reduced[i] = output
         return reduced, examples
+
+
+def _traced_for_xla() -> bool:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    return graph is not None and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 def _plainly_finite_or_not(gradient: Any) -> Any:
