@@ -50,7 +50,13 @@ def load_model(
     if group.size == 1:
         return keras.models.load_model(filepath, **kwargs)
     path = pathlib.Path(filepath)
-    read = collectively(group, lambda: path.read_bytes() if group.rank == 0 else b"")
+    read = collectively(
+        group,
+        lambda: path.read_bytes() if group.rank == 0 else b"",
+        what=f"reading {str(path)!r} on rank 0",
+        advice="Only rank 0 needs to see the file. Is its path right, from the folder "
+        "in which rank 0 was started?",
+    )
     content = group.broadcast_object(read)
 
     def load() -> keras.Model:
@@ -61,7 +67,13 @@ def load_model(
             copy.write_bytes(content)
             return keras.models.load_model(copy, **kwargs)
 
-    model = collectively(group, load)
+    model = collectively(
+        group,
+        load,
+        what=f"loading the model of {str(path)!r}",
+        advice="The file must be one that `keras.models.load_model` takes. Classes of "
+        "your own must be registered or in `custom_objects=`, on every rank.",
+    )
     if model.optimizer is not None:
         DistributedOptimizer(model.optimizer, communicator=group)
         part([model.optimizer], group)

@@ -14,6 +14,8 @@ from equivalence import build
 from equivalence import samples
 from equivalence import trainer
 
+import distkeras
+from distkeras import CommunicatorError
 from distkeras.communicators import Communicator
 
 pytestmark = pytest.mark.tensorflow
@@ -148,6 +150,50 @@ def test_a_callback_of_the_users_saves(world: Communicator, tmp_path: Path) -> N
     trainer(model).fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[Save()])
     world.barrier()
     read(path, model)
+
+
+def test_a_file_that_is_not_there(world: Communicator, tmp_path: Path) -> None:
+    """The error says what was done, what came of it on which rank, and what helps."""
+    path = tmp_path / "missing.keras"
+    if world.size == 1:
+        with pytest.raises(ValueError, match="File not found"):
+            distkeras.load_model(path)
+        return
+    with pytest.raises(CommunicatorError) as caught:
+        distkeras.load_model(path)
+    said = str(caught.value).splitlines()
+    assert said[0].startswith(f"Expected reading {str(path)!r} on rank 0 to succeed")
+    assert said[0].endswith("Received an error on rank 0:")
+    assert said[1].startswith("  rank 0: FileNotFoundError: ")
+    assert said[2].startswith("Only rank 0 needs to see the file.")
+    assert len(said) == 3
+    assert (caught.value.__cause__ is not None) == (world.rank == 0)
+
+
+def test_a_file_that_is_no_model(world: Communicator, tmp_path: Path) -> None:
+    path = folder_of(world, tmp_path) / "model.keras"
+    if world.rank == 0:
+        path.write_text("nothing")
+    if world.size == 1:
+        with pytest.raises(ValueError):
+            distkeras.load_model(path)
+        return
+    with pytest.raises(CommunicatorError) as caught:
+        distkeras.load_model(path)
+    ranks = [line for line in str(caught.value).splitlines() if line[:6] == "  rank"]
+    assert len(ranks) == world.size
+    assert str(caught.value).startswith(f"Expected loading the model of {str(path)!r}")
+    assert "`custom_objects=`, on every rank." in str(caught.value)
+
+
+def test_a_place_that_cannot_be_written(world: Communicator, tmp_path: Path) -> None:
+    if world.size == 1:
+        pytest.skip("the error is Keras' own")
+    with pytest.raises(CommunicatorError) as caught:
+        trainer(build(sgd)).save(tmp_path / "nowhere" / "model.keras")
+    said = str(caught.value)
+    assert said.startswith("Expected saving the model to succeed on all ranks. ")
+    assert "Its own traceback is above, in what rank 0 wrote; the others" in said
 
 
 def test_clones_are_others(world: Communicator) -> None:

@@ -103,7 +103,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def collectively(
-    communicator: Communicator, function: Callable[..., Result], *args: Any
+    communicator: Communicator,
+    function: Callable[..., Result],
+    *args: Any,
+    what: str | None = None,
+    advice: str | None = None,
 ) -> Result:
     """Runs a local function on every rank; if it raises on one, raises on all.
 
@@ -115,13 +119,17 @@ def collectively(
         function: what to run. It must not use a collective itself: a rank on
             which it fails would leave the others waiting in it.
         *args: its arguments.
+        what: what it does, in words that follow "Expected" ("reading the file"); by
+            default the function's name, which should be of that kind.
+        advice: what to do if it fails, as a sentence.
 
     Returns:
         What the function returned on this rank.
 
     Raises:
-        CommunicatorError: on every rank, naming each rank that failed and its
-            error. On those ranks the original error is the cause.
+        CommunicatorError: on every rank, saying what was expected, naming each rank
+            that failed and its error, and what to do. On those ranks the original
+            error is the cause.
 
     Example:
         >>> from distkeras.communicators import SingleCommunicator
@@ -143,6 +151,15 @@ def collectively(
     if failures:
         lines = [f"  rank {rank}: {theirs}" for rank, theirs in failures.items()]
         name = getattr(function, "__name__", type(function).__name__)
-        message = "\n".join([f"{name} failed on {name_ranks(list(failures))}:", *lines])
-        raise CommunicatorError(message) from failure
+        names = name_ranks(list(failures))
+        rest = (
+            "; the others stopped for it" if len(failures) < communicator.size else ""
+        )
+        message = [
+            f"Expected {what or name.replace('_', ' ')} to succeed on all ranks. "
+            f"Received an error on {names}:",
+            *lines,
+            advice or f"Its own traceback is above, in what {names} wrote{rest}.",
+        ]
+        raise CommunicatorError("\n".join(message)) from failure
     return result

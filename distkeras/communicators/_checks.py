@@ -56,5 +56,7 @@ def check_open(closed: bool) -> None:
     """Raises `CommunicatorError` if the communicator was closed."""
     if closed:
         raise CommunicatorError(
-            "The communicator was closed and cannot be used any more."
+            "Expected an open communicator. Received: one that was closed. Close it "
+            "after its last use, or make another: `communicator.duplicate()` before "
+            "that, or `distkeras.init()` for all ranks."
         )

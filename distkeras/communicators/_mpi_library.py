@@ -56,7 +56,11 @@ def load_mpi() -> Any:
         if borrowed:
             del os.environ[name]
     if MPI.Is_finalized():
-        raise CommunicatorError("MPI was already finalized in this process.")
+        raise CommunicatorError(
+            "Expected MPI to run. Received: it was finalized in this process already, "
+            "and cannot start again. Leave out `MPI.Finalize()`: it is called when "
+            "the process ends; what needs the other ranks must come before."
+        )
     _check_thread_level(MPI)
     return MPI
 
