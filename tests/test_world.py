@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 import threading
@@ -18,18 +19,28 @@ from mpi_runtimes import open_mpi
 from mpi_runtimes import run
 
 import distkeras
+from distkeras import _logging
 from distkeras import communicators
 from distkeras._errors import CommunicatorError
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
+from distkeras.communicators import _device
+from distkeras.communicators._binding import Binding
+from distkeras.communicators._binding import complaint
+from distkeras.communicators._binding import find_binding
 from distkeras.communicators._device import Device
 from distkeras.communicators._device import check_distinct
 from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pin_device
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import visible_devices
+from distkeras.communicators._nccl import unusable_reason
+from distkeras.communicators._world import WORDS
+from distkeras.communicators._world import _choose
+from distkeras.communicators._world import _unused
+from distkeras.launch import _node
 
 LAUNCHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "open mpi": (
@@ -170,6 +181,115 @@ def test_checks_that_devices_are_distinct() -> None:
         check_distinct(shared, hosts, [True, True, True, True, False])
 
 
+def test_says_why_gpus_are_not_used() -> None:
+    reasons = [None, "CuPy is not installed", "CuPy is not installed", None]
+    said = _unused([0, 1, 3], "shared_memory", [1, 2], reasons)
+    assert said.startswith("GPUs are visible on ranks 0, 1, 3, but gradients will go ")
+    assert "NCCL cannot be used on ranks 1, 2: CuPy is not installed. " in said
+    assert "set DISTKERAS_COMMUNICATOR=shared_memory if it is meant" in said
+
+
+def test_gpus_that_nothing_is_done_with(
+    world: Communicator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """CuPy, or its NCCL, is missing where there is a GPU: rank 0 warns."""
+    if unusable_reason() is None:
+        pytest.skip("every rank can use NCCL")
+    last = world.size - 1
+    launcher = Launcher("a launcher", world.rank, world.size)
+    assert not caplog.messages
+    for device in (None, Device(0, "a-gpu")):
+        pinned = device if world.rank == last else None
+        monkeypatch.setattr(_device, "_pinned", pinned)
+        monkeypatch.setattr(_logging.LOGGER, "propagate", True)
+        word, why = _choose(world, launcher)
+        assert word in WORDS and "; no nccl: " in why
+        told = [r for r in caplog.records if r.levelname == "WARNING"]
+        assert len(told) == (device is not None and world.rank == 0)
+    for record in told:
+        assert f"GPUs are visible on rank {last}, but gra" in record.getMessage()
+
+
+@pytest.mark.launches
+def test_a_tensorflow_without_gpus(tmp_path: Path) -> None:
+    """It is told of its GPU before anything opens one; a build for CPUs has none."""
+    result = alone(
+        tmp_path,
+        """
+        import sys, warnings
+        from distkeras.communicators import _device
+        assert _device.tensorflow_lists_gpus()  # for all that is known
+        _device.visible_devices = lambda: (_device.Device(0, "a-gpu"),)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            print(_device.pin_device(0))
+        import tensorflow as tf
+        if tf.config.list_physical_devices("GPU"):
+            assert tf.config.get_memory_growth(tf.config.get_visible_devices("GPU")[0])
+        else:
+            said = [str(w.message) for w in said if w.category is RuntimeWarning]
+            assert "driver shows GPU 0, but TensorFlow lists none" in said[0]
+            assert len(said) == 1 and "CUDA_VISIBLE_DEVICES to nothing" in said[0], said
+            assert not _device.tensorflow_lists_gpus()
+        """,
+    )
+    assert result.code == 0, result.tail
+    assert "GPU 0 of 1 visible" in result.output
+
+
+@pytest.mark.launches
+def test_other_backends_load_no_tensorflow(tmp_path: Path) -> None:
+    result = alone(
+        tmp_path,
+        """
+        import sys
+        from distkeras.communicators import _device
+        _device.visible_devices = lambda: (_device.Device(0, "a-gpu"),)
+        _device.pin_device(0)
+        assert "tensorflow" not in sys.modules
+        """,
+        KERAS_BACKEND="torch",
+    )
+    assert result.code == 0, result.tail
+
+
+BOUND: dict[str, tuple[list[Binding | None], str | None]] = {
+    "all of them": ([Binding(1, 16, 4)] * 4, "ranks 0-3 to 1 core each, of 16 for 4 r"),
+    "one of them": (
+        [Binding(4, 4, 2), Binding(1, 4, 2)],
+        "rank 1 to 1 core, of 4 for 2 ranks of the node: ",
+    ),
+    "alone": ([Binding(1, 2, 1)], "rank 0 to 1 core, of 2 for 1 rank of the node: "),
+    "they share cores anyway": ([Binding(1, 7, 4)] * 4, None),
+    "two cores each": ([Binding(2, 16, 4)] * 4, None),
+    "free": ([Binding(16, 16, 4)] * 4, None),
+    "not known": ([None] * 4, None),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_finds_ranks_that_are_bound_too_narrowly(name: str) -> None:
+    bindings, expected = BOUND[name]
+    said = complaint(bindings)
+    if expected is None:
+        assert said is None
+        return
+    assert said is not None
+    assert said.startswith(f"The launcher has bound {expected}")
+    assert "`mpiexec --bind-to none` (Open MPI)" in said
+    assert "`mpiexec -bind-to none` (MPICH)" in said
+
+
+def test_asking_for_cores_binds_nobody(world: Communicator) -> None:
+    before = os.sched_getaffinity(0)
+    found = find_binding(world.local_size)
+    assert os.sched_getaffinity(0) == before
+    assert found is not None and 1 <= found.cores <= len(before)
+    assert found.ranks == world.local_size
+
+
 def test_pins_the_device_of_the_local_rank(world: Communicator) -> None:
     devices = visible_devices()
     if not devices:
@@ -307,6 +427,55 @@ def test_together(tmp_path: Path) -> None:
     assert result.code == 0, result.tail
     assert result.output.startswith("shared_memory (3 ranks on 1 node, Open MPI")
     assert "started by Open MPI's mpiexec; no nccl: " in result.output
+
+
+def bound(runtime: Runtime, policy: str) -> Runtime:
+    """Returns a launcher that binds ranks to a core, or none."""
+    path, dashes = runtime.command[0], "-" if runtime.name == "MPICH" else "--"
+    command = (path, f"{dashes}bind-to", policy)
+    return Runtime(runtime.name, command, runtime.environ)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("policy", ("core", "none"))
+@pytest.mark.parametrize("runtime", (open_mpi, mpich), ids=("open mpi", "mpich"))
+def test_ranks_bound_to_one_core_are_told_of(
+    tmp_path: Path, runtime: Any, policy: str
+) -> None:
+    """With room for another core for each; once, however many ranks there are."""
+    cores = _node.usable_cores()
+    if cores < 2:
+        pytest.skip("needs two cores")
+    ranks = min(cores // 2, 3)
+    text = "import distkeras; distkeras.init()"
+    result = together(tmp_path, text, ranks=ranks, runtime=bound(runtime(), policy))
+    assert result.code == 0, result.tail
+    assert result.output.count("The launcher has bound") == (policy == "core")
+    if policy == "core":
+        names = "rank 0" if ranks == 1 else f"ranks 0-{ranks - 1}"
+        names = "ranks 0, 1" if ranks == 2 else names
+        assert f"[distkeras, rank 0] The launcher has bound {names} to" in result.output
+
+
+@pytest.mark.launches
+def test_ranks_that_share_the_cores_may_be_bound(tmp_path: Path) -> None:
+    ranks = min(_node.usable_cores(), 4)
+    if ranks < 2 or _node.usable_cores() // ranks > 1:
+        pytest.skip("needs fewer cores")
+    text = "import distkeras; distkeras.init()"
+    runtime = bound(open_mpi(), "core")
+    result = together(tmp_path, text, ranks=ranks, runtime=runtime)
+    assert result.code == 0, result.tail
+    assert "The launcher has bound" not in result.output
+
+
+@pytest.mark.launches
+def test_who_binds_by_distkeras_run_means_it(tmp_path: Path) -> None:
+    path = script(tmp_path, "import distkeras; print(distkeras.size())")
+    command = [sys.executable, "-m", "distkeras", "run", "-n", "1"]
+    result = run([*command, "--bind-to", "core", path], timeout=60)
+    assert result.code == 0, result.tail
+    assert result.output.strip() == "1"
 
 
 @pytest.mark.launches

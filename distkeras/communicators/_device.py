@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib.util
 import os
 import sys
 import uuid
@@ -20,6 +21,11 @@ from distkeras.communicators._agreement import name_ranks
 
 #: NCCL's own switch for several ranks on a GPU (NCCL 2.31 and newer).
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+NO_GPU_IN_TENSORFLOW = (
+    "TensorFlow lists none: it was built for CPUs, or does not find CUDA's libraries "
+    "(`pip install tensorflow[and-cuda]`)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +82,9 @@ def choose_device(local_rank: int, count: int) -> int | None:
 
 
 def pin_device(local_rank: int) -> str:
-    """Chooses this process' GPU and remembers it for TensorFlow and CuPy.
+    """Chooses this process' GPU, remembers it for CuPy and tells TensorFlow.
+
+    Imports TensorFlow where it is installed and is Keras' backend, if there is a GPU.
 
     Args:
         local_rank: the rank's number on its node.
@@ -93,9 +101,21 @@ def pin_device(local_rank: int) -> str:
     _pinned = None if index is None else devices[index]
     if _pinned is None:
         return "no GPU"
-    if "tensorflow" in sys.modules:
+    if _is_for_tensorflow():
         configure_tensorflow()
     return f"GPU {_pinned.index} of {len(devices)} visible"
+
+
+def _is_for_tensorflow() -> bool:
+    """Whether TensorFlow is there, or will be.
+
+    It must be told before it opens its GPUs, which nobody else does once this process
+    knows its rank.
+    """
+    if "tensorflow" in sys.modules:
+        return True
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    return backend == "tensorflow" and importlib.util.find_spec(backend) is not None
 
 
 def pinned_device() -> Device | None:
@@ -151,6 +171,12 @@ def check_distinct(
         )
 
 
+def tensorflow_lists_gpus() -> bool:
+    """Whether TensorFlow has a GPU to train on; True where it is not imported."""
+    tf = sys.modules.get("tensorflow")
+    return tf is None or bool(tf.config.list_physical_devices("GPU"))
+
+
 def configure_tensorflow() -> None:
     """Lets TensorFlow see this process' GPU alone, with memory growth.
 
@@ -165,7 +191,14 @@ def configure_tensorflow() -> None:
     import tensorflow as tf
 
     devices = tf.config.list_physical_devices("GPU")
-    if not devices:  # a TensorFlow without CUDA
+    if not devices:
+        warnings.warn(
+            f"NVIDIA's driver shows GPU {_pinned.index}, but {NO_GPU_IN_TENSORFLOW}. "
+            "Training goes on on the CPU; set CUDA_VISIBLE_DEVICES to nothing if that "
+            "is meant.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return
     if _pinned.index >= len(devices):
         raise CommunicatorError(

@@ -29,8 +29,10 @@ from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
 from distkeras.communicators._composed import ComposedCommunicator
+from distkeras.communicators._device import NO_GPU_IN_TENSORFLOW
 from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pinned_device
+from distkeras.communicators._device import tensorflow_lists_gpus
 from distkeras.communicators._device import visible_devices
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._waiting import Calls
@@ -73,6 +75,8 @@ def unusable_reason() -> str | None:
             "CUDA shows no GPU: this machine has none, or NVIDIA's driver "
             "(libcuda.so.1) is not installed"
         )
+    if not tensorflow_lists_gpus():
+        return f"CUDA shows a GPU, but {NO_GPU_IN_TENSORFLOW}"
     try:
         with warnings.catch_warnings():
             # CuPy warns of a missing NCCL; it is reported below.
@@ -360,7 +364,13 @@ class NCCLCommunicator(ComposedCommunicator):
             if self._nccl is None:
                 with self._failures():
                     # Every rank draws one, so that a failure is everyone's.
-                    mine = collectively(self._host, self._binding.get_unique_id)
+                    mine = collectively(
+                        self._host,
+                        self._binding.get_unique_id,
+                        what="drawing NCCL's id",
+                        advice="NCCL_DEBUG=WARN in the environment makes NCCL say "
+                        "more; DISTKERAS_COMMUNICATOR=mpi does without it.",
+                    )
                     shared = self._host.broadcast_object(mine)
                     self._nccl = self._binding.NcclCommunicator(
                         self.size, shared, self.rank

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from distkeras import _horovod
@@ -16,6 +17,7 @@ from distkeras._errors import CommunicatorError
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras._logging import LOGGER
+from distkeras.communicators import _binding
 from distkeras.communicators import _device
 from distkeras.communicators import _elastic
 from distkeras.communicators import _ending
@@ -118,27 +120,82 @@ def init(
 
 
 def world() -> Communicator:
-    """Returns the world communicator, made now if this is its first use."""
+    """Returns the world communicator, made now if this is its first use.
+
+    Returns:
+        The communicator of all ranks, the same object at every call.
+
+    Raises:
+        CommunicatorError: as `init` does.
+
+    Example:
+        >>> world().size
+        1
+    """
     return init()
 
 
 def rank() -> int:
-    """Returns this process' number in the world, 0 to `size() - 1`."""
+    """Returns this process' number in the world.
+
+    Returns:
+        0 to `size() - 1`; 0 in a process that was started alone.
+
+    Raises:
+        CommunicatorError: as `init` does, at the first use.
+
+    Example:
+        >>> rank()
+        0
+    """
     return world().rank
 
 
 def size() -> int:
-    """Returns the number of processes of the world."""
+    """Returns the number of processes of the world.
+
+    Returns:
+        1 or more; 1 in a process that was started alone.
+
+    Raises:
+        CommunicatorError: as `init` does, at the first use.
+
+    Example:
+        >>> size()
+        1
+    """
     return world().size
 
 
 def local_rank() -> int:
-    """Returns this process' number among those of its node."""
+    """Returns this process' number among those of its node.
+
+    Returns:
+        0 to `local_size() - 1`: which of the node's GPUs is this rank's.
+
+    Raises:
+        CommunicatorError: as `init` does, at the first use.
+
+    Example:
+        >>> local_rank()
+        0
+    """
     return world().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of processes of the world on this node."""
+    """Returns the number of processes of the world on this node.
+
+    Returns:
+        1 to `size()`.
+
+    Raises:
+        CommunicatorError: as `init` does, at the first use.
+
+    Example:
+        >>> local_size()
+        1
+    """
     return world().local_size
 
 
@@ -170,6 +227,10 @@ def recover() -> Communicator:
 
     Returns:
         The new world communicator, in which ranks are numbered anew, in order.
+
+    Raises:
+        CommunicatorError: if there is no world yet, or the ranks that are left cannot
+            make one.
     """
     global _world
     with _lock:
@@ -264,6 +325,8 @@ def _create(argument: str | None, timeout: float) -> _World:
     launcher = discover(os.environ)
     _horovod.warn_of_ignored_variables(os.environ, launcher)
     if launcher is None or launcher.size == 1:
+        if launcher is not None:
+            _binding.warn_of_bound_ranks(SingleCommunicator())
         return _create_alone(word, origin, launcher)
     return _create_together(word, origin, launcher, timeout)
 
@@ -306,6 +369,7 @@ def _create_together(
         _failure.install(host)
         _watchdog.start(host, timeout)
     agree(host, "the choice of communicator", [f"{VARIABLE}={word or '(automatic)'}"])
+    _binding.warn_of_bound_ranks(host)
     device = _pin(host)
     if word is not None:
         why = f"{origin}={word}"
@@ -335,12 +399,42 @@ def _choose(host: Communicator, launcher: Launcher) -> tuple[str, str]:
         word = "shared_memory"
     else:
         word = "hierarchical" if max(sizes) > 1 else "mpi"
+    with_gpu = host.allgather_object(_device.pinned_device() is not None)
+    if any(with_gpu) and host.rank == 0:
+        seeing = [rank for rank, sees in enumerate(with_gpu) if sees]
+        _logging.configure(0).warning("%s", _unused(seeing, word, lacking, reasons))
     return word, f"{why}; no nccl{where}: {reasons[lacking[0]]}"
+
+
+def _unused(
+    seeing: Sequence[int],
+    word: str,
+    lacking: Sequence[int],
+    reasons: Sequence[str | None],
+) -> str:
+    """Says why GPUs will not talk to each other.
+
+    Args:
+        seeing: the ranks that have a GPU.
+        word: the communicator that was chosen.
+        lacking: the ranks that cannot use NCCL.
+        reasons: by rank, what it lacks.
+    """
+    return (
+        f"GPUs are visible on {name_ranks(seeing)}, but gradients will go through the "
+        f"host's memory ({word}): NCCL cannot be used on {name_ranks(lacking)}: "
+        f"{reasons[lacking[0]]}. Mend that, or set {VARIABLE}={word} if it is meant."
+    )
 
 
 def _pin(host: Communicator) -> str:
     """Gives every rank its GPU; raises on all ranks if two got the same."""
-    description = collectively(host, _device.pin_device, host.local_rank)
+    description = collectively(
+        host,
+        _device.pin_device,
+        host.local_rank,
+        what="giving each rank its GPU",
+    )
     pinned = _device.pinned_device()
     mine = (None if pinned is None else pinned.uuid, _device.sharing_allowed())
     uuids, allowed = zip(*host.allgather_object(mine), strict=True)
