@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import keras
@@ -40,6 +41,28 @@ def test_a_measured_size_is_the_same_on_all_ranks(world: Communicator) -> None:
     assert chosen.bytes.bit_count() == 1
     if world.size > 1:
         assert own.fixed_order and "MB/s" in chosen.reason  # shared memory
+
+
+def test_a_measurement_that_says_nothing(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small messages that took longer than large ones gave bandwidths of 1 PB/s."""
+    own = world.duplicate()
+    quick = own.allreduce
+
+    def allreduce(buffer: np.ndarray, *args: Any) -> None:
+        if buffer.nbytes == 2**12 and own.rank == own.size - 1:
+            time.sleep(0.05)
+        quick(buffer, *args)
+
+    monkeypatch.setattr(own, "allreduce", allreduce)
+    chosen = choose_bucket_bytes(own)
+    own.close()
+    assert set(world.allgather_object(chosen)) == {chosen}
+    assert chosen.bytes == DEFAULT_BUCKET_BYTES
+    assert "MB/s" not in chosen.reason
+    if world.size > 1:
+        assert "1024 KiB took no longer than 4 KiB" in chosen.reason
 
 
 def test_what_would_not_reproduce_is_not_measured(world: Communicator) -> None:

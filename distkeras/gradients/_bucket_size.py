@@ -53,19 +53,35 @@ def choose_bucket_bytes(communicator: Communicator) -> BucketSize:
             f"sums over {communicator.size} ranks by {communicator.name} depend on "
             "their cuts, so that a measured size would not reproduce",
         )
-    latency, rate = _measure(communicator)
-    wanted = _SHARE * (latency + _CALL) * rate
+    return _size_for(*_measure(communicator))
+
+
+def _size_for(small: float, large: float) -> BucketSize:
+    """Returns the size that follows from what was measured.
+
+    Args:
+        small: seconds of an allreduce of `_SMALL` bytes.
+        large: seconds of one of `_LARGE` bytes.
+    """
+    if large <= small:
+        return BucketSize(
+            DEFAULT_BUCKET_BYTES,
+            f"the default: {_LARGE >> 10} KiB took no longer than {_SMALL >> 10} KiB "
+            f"({1e3 * large:.3f} and {1e3 * small:.3f} ms), so that other work on the "
+            "cores has spoilt the measurement",
+        )
+    rate = (_LARGE - _SMALL) / (large - small)
+    wanted = _SHARE * (small + _CALL) * rate
     # Powers of two, so that it is mostly the same in each run.
     size = 2 ** round(np.log2(wanted)) if wanted > 1 else _SMALLEST
     return BucketSize(
         int(min(max(size, _SMALLEST), _LARGEST)),
-        f"measured: an allreduce takes {1e3 * latency:.3f} ms and {rate / 1e6:.0f} "
-        "MB/s",
+        f"measured: an allreduce takes {1e3 * small:.3f} ms and {rate / 1e6:.0f} MB/s",
     )
 
 
 def _measure(communicator: Communicator) -> tuple[float, float]:
-    """Returns seconds that an allreduce takes at least, and bytes a second."""
+    """Returns seconds that an allreduce takes, of a small message and a large one."""
     medians = np.zeros(2)
     for number, nbytes in enumerate((_SMALL, _LARGE)):
         buffer = np.zeros(nbytes // 4, np.float32)
@@ -79,4 +95,4 @@ def _measure(communicator: Communicator) -> tuple[float, float]:
         medians[number] = statistics.median(times)
     communicator.allreduce(medians, "max")
     small, large = medians
-    return float(small), (_LARGE - _SMALL) / max(float(large - small), 1e-9)
+    return float(small), float(large)
