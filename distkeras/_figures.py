@@ -24,14 +24,18 @@ _LONG_ENOUGH = 5.0
 class Figures:
     """What some steps took.
 
+    Exchange, waiting and data wait are parts of the mean rank's step: together they
+    are no more than the step.
+
     Attributes:
         samples_per_second: of all ranks together.
         step_ms: milliseconds a step, of the slowest rank.
         exchange_ms: milliseconds a step from gradients to reduced ones, on the rank
-            that waits least for the others.
+            that waits least for the others: what it takes every rank.
         waiting_ms: milliseconds a step that a rank waits for slower ones, on average.
-        data_wait_ms: milliseconds a step that the data is waited for, on the rank
-            where it is most.
+        data_wait_ms: milliseconds a step that a rank waits for its data, on average.
+        longest_data_wait_ms: the same on the rank where it is most. The others wait
+            for that rank meanwhile, or for their own data.
         bytes_sent: by each rank, a step.
         slowest_rank: the one that the others wait for.
     """
@@ -41,6 +45,7 @@ class Figures:
     exchange_ms: float
     waiting_ms: float
     data_wait_ms: float
+    longest_data_wait_ms: float
     bytes_sent: float
     slowest_rank: int
 
@@ -103,7 +108,8 @@ def figures(ranks: Sequence[_Sums]) -> Figures | None:
         step_ms=1e3 * slowest / steps,
         exchange_ms=1e3 * least / steps,
         waiting_ms=1e3 * (sum(exchanging) / len(ranks) - least) / steps,
-        data_wait_ms=1e3 * max(rank.data for rank in ranks) / steps,
+        data_wait_ms=1e3 * sum(rank.data for rank in ranks) / len(ranks) / steps,
+        longest_data_wait_ms=1e3 * max(rank.data for rank in ranks) / steps,
         bytes_sent=ranks[0].bytes / steps,
         slowest_rank=exchanging.index(least),
     )
@@ -179,12 +185,11 @@ class FigureKeeper(keras.callbacks.Callback):
             return
         size = self._communicator.size
         LOGGER.info(f"trained for {took:.1f} s: {found.line(size)}")
-        waits = found.data_wait_ms > _NOTEWORTHY * found.step_ms
-        if waits and self._seconds > _LONG_ENOUGH:
+        wait = found.longest_data_wait_ms / found.step_ms if found.step_ms else 0.0
+        if wait > _NOTEWORTHY and self._seconds > _LONG_ENOUGH:
             LOGGER.warning(
-                "The input pipeline is slower than the training step: ranks wait for "
-                f"data {found.data_wait_ms / found.step_ms:.0%} of the time. Prefetch, "
-                "decode in parallel, or cache."
+                "The input pipeline is slower than the training step: a rank waits for "
+                f"data {wait:.0%} of the time. Prefetch, decode in parallel, or cache."
             )
 
     def _gather(self, start: _Sums | None) -> Figures | None:

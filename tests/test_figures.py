@@ -41,10 +41,22 @@ def test_figures_of_ranks() -> None:
     assert found.step_ms == pytest.approx(200)
     assert found.exchange_ms == pytest.approx(30)
     assert found.waiting_ms == pytest.approx(30)
-    assert found.data_wait_ms == pytest.approx(40)
+    assert found.data_wait_ms == pytest.approx(70 / 3)
+    assert found.longest_data_wait_ms == pytest.approx(40)
     assert found.bytes_sent == 100
     assert found.slowest_rank == 1
     assert figures([_Sums(0, 0, 0, 0, 0, 0)]) is None
+
+
+@pytest.mark.parametrize("size", (2, 3, 8))
+def test_shares_are_of_one_step(size: int) -> None:
+    """One rank waits for data, the others for it: that was counted twice."""
+    others = [_Sums(1.0, 0.8, 0.1, 10, 1000, 640)] * (size - 1)
+    found = figures([_Sums(1.0, 0.1, 0.7, 10, 1000, 640), *others])
+    assert found is not None and found.slowest_rank == 0
+    percent = [int(text) for text in re.findall(r"\((\d+)%\)", found.line(size))]
+    assert len(percent) == 3 and sum(percent) <= 90 + 1  # rounded
+    assert percent[0] == 10 and percent[1] == round(70 * (size - 1) / size)
 
 
 def test_clock_tells_data_from_computing() -> None:
@@ -97,6 +109,7 @@ def test_what_training_took(
         assert re.match(r"trained for \d+\.\d s: \S+ samples/s, \S+ ms a step: ", text)
         assert re.search(r"exchange \S+ ms \(\d+%\) of \S+ MB, waiting for rank", text)
         assert re.search(r"data wait \S+ ms \(\d+%\); about \S+ x one rank", text)
+        assert sum(int(share) for share in re.findall(r"\((\d+)%\)", text)) <= 101
     assert run.exchange is not None
     assert run.exchange.counters.examples == 2 * len(x)
     assert run.exchange.clock.steps == 12
@@ -150,7 +163,7 @@ def test_a_timeline_that_cannot_be_written(
     for path in (tmp_path_shared, tmp_path_shared / "file" / "trace.json"):
         (tmp_path_shared / "file").touch()
         run = trainer(build(sgd), timeline=path)
-        with pytest.raises(CommunicatorError, match="opening_the_timeline"):
+        with pytest.raises(CommunicatorError, match="opening the timeline"):
             run.fit(x, y, batch_size=4, verbose=0)
         run.close()
     there = tmp_path_shared / "there.json"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,22 @@ def test_what_the_program_has_set_stays(
         _logging.configure(world.rank).debug("all")
         assert LOGGER.handlers == [] and LOGGER.level == logging.DEBUG
     assert capsys.readouterr().err == f"DEBUG of {world.rank}: all\n"
+
+
+def test_the_example_of_the_docs(
+    world: Communicator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of other libraries have no rank, and go through the same format."""
+    text = (Path(__file__).parent.parent / "docs" / "logs.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    with untouched():
+        exec(example, {"logging": logging})
+        logger = _logging.configure(world.rank)
+        logger.info("quiet")
+        logger.warning("of all ranks")
+        logging.getLogger("another").warning("of a program")
+    said = [line.split(" rank ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert said == [f"{world.rank}: of all ranks", "-: of a program"]
 
 
 def test_ranks_of_a_job_that_has_lost_some(capsys: pytest.CaptureFixture[str]) -> None:
