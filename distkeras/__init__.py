@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from distkeras.communicators import local_size as local_size
     from distkeras.communicators import rank as rank
     from distkeras.communicators import size as size
+    from distkeras.launch._function import RankTraceback as RankTraceback
     from distkeras.launch._function import run as run
+    from distkeras.launch._mpiexec import LaunchError as LaunchError
 
 _LOCATIONS = {
     "CheckpointError": "distkeras._errors",
@@ -42,6 +44,8 @@ _LOCATIONS = {
     "RankError": "distkeras._errors",
     "ReplicaDriftError": "distkeras._errors",
     "DistributedOptimizer": "distkeras._optimizer",
+    "LaunchError": "distkeras.launch._mpiexec",
+    "RankTraceback": "distkeras.launch._function",
     "Trainer": "distkeras._trainer",
     "__version__": "distkeras._version",
     "allgather": "distkeras._collectives",
@@ -58,7 +62,7 @@ _LOCATIONS = {
     "run": "distkeras.launch._function",
     "size": "distkeras.communicators",
 }
-_SUBPACKAGES = ("callbacks", "recipes")
+_SUBPACKAGES = ("callbacks", "communicators", "data", "recipes")
 
 __all__ = sorted([*_LOCATIONS, *_SUBPACKAGES])
 

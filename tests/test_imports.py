@@ -1,9 +1,12 @@
 """Importing costs nothing and changes nothing; every module says what it is for."""
 
 import ast
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,15 @@ def test_import_is_quick_and_without_effects(module: str) -> None:
 @pytest.mark.launches
 def test_every_public_name_resolves() -> None:
     """In a fresh process: the framework that some of them load stays there."""
-    code = "import distkeras; [getattr(distkeras, name) for name in distkeras.__all__]"
+    code = """
+import distkeras
+for name in distkeras.__all__:
+    getattr(distkeras, name)
+assert issubclass(distkeras.LaunchError, distkeras.DistkerasError)
+assert distkeras.RankTraceback.__module__ == "distkeras"
+assert distkeras.communicators.world() is distkeras.init()
+assert distkeras.data.shard
+"""
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     )
@@ -85,3 +96,59 @@ def test_communicators_and_launch_import_no_framework_at_module_level() -> None:
                 if heads & {"tensorflow", "keras", "torch", "jax"}:
                     offenders.append(f"{path.name}:{node.lineno}")
     assert offenders == []
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yields the names with one underscore that a file takes from objects."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name: object = None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            taken = node.func.id in ("getattr", "hasattr") and node.args[1:]
+            name = getattr(taken[0], "value", None) if taken else None
+        if isinstance(name, str) and re.match(r"_[a-zA-Z]", name):
+            yield name
+
+
+def own_names(path: Path) -> Iterator[str]:
+    """Yields what a file defines, or is."""
+    yield path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def words(package: str, folder: str = "") -> set[str]:
+    """Returns the words with an underscore in an installed package's source."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    found: set[str] = set()
+    for path in (Path(spec.origin).parent / folder).rglob("*.py"):
+        found.update(re.findall(r"\b_[a-zA-Z]\w*", path.read_text()))
+    return found
+
+
+def test_private_names_of_keras_are_where_they_should_be() -> None:
+    """In the modules that CONTRIBUTING.md lists, and in Keras itself."""
+    files = [path for path in sources() if ROOT / "tests" not in path.parents]
+    ours = {name for path in files for name in own_names(path)}
+    ours |= {"_asdict", "_fields", "_replace"}  # of named tuples
+    listed = (ROOT / "CONTRIBUTING.md").read_text().partition("Private names of Keras")
+    places = set(re.findall(r"`([_a-z]+)/?`", listed[2].partition("`tests/")[0]))
+    of_keras, of_tf_data = words("keras"), words("tensorflow", "python/data")
+    elsewhere, gone = [], set()
+    for path in files:
+        if "communicators" in path.parts:
+            continue  # of mpi4py and the like
+        taken = set(private_names(path)) - ours
+        if {path.stem, path.parent.name} & places:
+            gone |= taken - of_keras - of_tf_data
+        elif taken & of_keras or "keras.src" in path.read_text():
+            elsewhere.append(str(path.relative_to(ROOT)))
+    assert elsewhere == []
+    assert gone == set()
