@@ -83,11 +83,13 @@ def broadcast_variables(
         communicator: the ranks that take part; by default all of them.
 
     Raises:
-        MismatchError: on every rank, naming the first variable that differs.
+        MismatchError: on every rank, naming the first variable that differs in path,
+            shape or dtype.
+        ValueError: on every rank, if `root` is no rank.
 
     Example:
         ```python
-        broadcast_variables([*model.variables, *optimizer.variables])
+        distkeras.callbacks.broadcast_variables([*model.variables, *optimizer.variables])
         ```
     """
     group = communicator or world()

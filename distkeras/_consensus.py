@@ -69,6 +69,9 @@ def on_rank_zero(callback: Target) -> Target:
             class attribute `rank_zero_only = True` says the same; False lets a
             subclass of a writing callback of Keras run on all ranks.
 
+    Returns:
+        `callback` itself, marked.
+
     Example:
         >>> trainer.fit(x, y, callbacks=[on_rank_zero(WriteReport("report.html"))])
     """

@@ -147,9 +147,22 @@ class Trainer:
         return functions.exchange if functions else None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model; arguments are those of `keras.Model.compile`.
+        """Compiles the model, as `keras.Model.compile` does.
 
-        The learning rate is that of a single process.
+        Every rank must compile alike. The learning rate is that of a single process:
+        `fit` scales it.
+
+        Args:
+            *args: arguments of `keras.Model.compile`: optimizer, loss, ...
+            **kwargs: those by name.
+
+        Raises:
+            ValueError: as Keras does, if an argument has no meaning.
+
+        Example:
+            ```python
+            trainer.compile(optimizer="adam", loss="mse", metrics=["mae"])
+            ```
         """
         self.model.compile(*args, **kwargs)
 
@@ -222,6 +235,10 @@ class Trainer:
             ValueError: if arguments contradict each other, or one has no meaning.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
+            CommunicatorError: on every rank, if one cannot deal its data or write its
+                files, or has ended; names the rank and its error.
+            CheckpointError: on every rank, if there is no usable checkpoint at the
+                path that `resume` names.
             ReplicaDriftError: on every rank, at the end of an epoch, if gradients
                 were not exchanged or weights are no longer equal.
 
@@ -296,6 +313,15 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            MismatchError: on every rank, if ranks were called with different models,
+                data or options.
+            CommunicatorError: on every rank, if one cannot deal its data, or a metric
+                has no result; names the rank and its error.
+
+        Example:
+            ```python
+            loss, accuracy = trainer.evaluate(x, y, batch_size=256, verbose=0)
+            ```
         """
         check_shard(shard)
         if self.communicator.size == 1:
@@ -349,6 +375,15 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            MismatchError: on every rank, if ranks were called with different models,
+                data or options.
+            CommunicatorError: on every rank, if one cannot deal its data; names the
+                rank and its error.
+
+        Example:
+            ```python
+            probabilities = trainer.predict(x, batch_size=256, gather="rank0")
+            ```
         """
         check_shard(shard)
         if gather not in ("all", "rank0"):
@@ -385,6 +420,11 @@ class Trainer:
 
         Raises:
             CommunicatorError: on every rank, if rank 0 could not write.
+
+        Example:
+            ```python
+            trainer.save("model.keras")  # on all ranks, without `if rank == 0`
+            ```
         """
 
         def saving_the_model() -> None:
@@ -397,7 +437,7 @@ class Trainer:
         """Frees the exchange's buffers and message space; collective.
 
         For programs that make many trainers. Without it they are freed when the job
-        ends. `fit` may be called again, it makes new ones.
+        ends. `fit` may be called again, it makes new ones. A second call does nothing.
 
         Example:
             ```python
@@ -410,7 +450,22 @@ class Trainer:
         self._session.close()
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
-        """Prints `keras.Model.summary` on rank 0."""
+        """Prints `keras.Model.summary` on rank 0; nothing elsewhere.
+
+        Not collective: any rank may call it.
+
+        Args:
+            *args: arguments of `keras.Model.summary`.
+            **kwargs: those by name.
+
+        Raises:
+            ValueError: as Keras does, on rank 0, if an argument has no meaning.
+
+        Example:
+            ```python
+            trainer.summary(line_length=80)
+            ```
+        """
         if self.communicator.rank == 0:
             self.model.summary(*args, **kwargs)
 

@@ -35,6 +35,9 @@ class LARS(keras.optimizers.Optimizer):
         name: of the optimizer.
         **kwargs: further options of `keras.optimizers.Optimizer`.
 
+    Raises:
+        ValueError: as Keras does, if one of `kwargs` is no option or has no meaning.
+
     Example:
         >>> optimizer = LARS(8.0, decay=1e-4)
         >>> optimizer.get_config()["trust"]

@@ -76,6 +76,11 @@ class Communicator(abc.ABC):
             buffer: flat array; NumPy's for a host communicator, CuPy's or
                 NumPy's for a device communicator.
             op: how elements are combined.
+
+        Raises:
+            CommunicatorError: if the communicator was closed, or a rank has ended.
+            ValueError: if `op` is none of the words, or the buffer is not flat or not
+                writable.
         """
 
     def allreduce_parts(
@@ -103,11 +108,26 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, buffer: Any) -> list[Any]:
-        """Returns every rank's `buffer`, by rank; lengths may differ."""
+        """Returns every rank's `buffer`, by rank.
+
+        Args:
+            buffer: flat array, of the same dtype on every rank; lengths may differ.
+
+        Returns:
+            New arrays, as many as ranks.
+        """
 
     @abc.abstractmethod
     def broadcast(self, buffer: Any, root: int = 0) -> None:
-        """Overwrites `buffer` with that of rank `root`, in place."""
+        """Overwrites `buffer` with that of rank `root`, in place.
+
+        Args:
+            buffer: flat array, the same length and dtype on every rank.
+            root: the rank that sends, the same on every rank.
+
+        Raises:
+            ValueError: if `root` is no rank, or the buffer is not flat or not writable.
+        """
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -115,23 +135,52 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """Returns rank `root`'s object; what other ranks pass is ignored."""
+        """Returns rank `root`'s object.
+
+        Args:
+            obj: anything `pickle` takes; ignored on ranks other than `root`.
+            root: the rank that sends, the same on every rank.
+
+        Raises:
+            CommunicatorError: on every rank, if the object cannot be pickled.
+            ValueError: if `root` is no rank.
+        """
 
     @abc.abstractmethod
     def allgather_object(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, by rank."""
+        """Returns every rank's object, by rank.
+
+        Args:
+            obj: anything `pickle` takes.
+
+        Raises:
+            CommunicatorError: on every rank, if one cannot be pickled.
+        """
 
     @abc.abstractmethod
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, by rank, on rank `root`; None elsewhere."""
+        """Returns every rank's object, by rank, on rank `root`; None elsewhere.
+
+        Args:
+            obj: anything `pickle` takes.
+            root: the rank that receives, the same on every rank.
+
+        Raises:
+            CommunicatorError: on every rank, if one cannot be pickled.
+            ValueError: if `root` is no rank.
+        """
 
     @abc.abstractmethod
     def duplicate(self) -> Communicator:
-        """Returns the same group with a message space of its own."""
+        """Returns the same group with a message space of its own; to be closed, too."""
 
     @abc.abstractmethod
     def abort(self, code: int = 1) -> None:
-        """Ends all ranks at once with exit code `code`; not collective."""
+        """Ends all ranks at once; not collective. Does not return.
+
+        Args:
+            code: the exit code of the job.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
