@@ -89,7 +89,8 @@ def broadcast_variables(
 
     Example:
         ```python
-        distkeras.callbacks.broadcast_variables([*model.variables, *optimizer.variables])
+        variables = [*model.variables, *optimizer.variables]
+        distkeras.callbacks.broadcast_variables(variables)
         ```
     """
     group = communicator or world()
