@@ -156,7 +156,7 @@ def collectively(
             "; the others stopped for it" if len(failures) < communicator.size else ""
         )
         message = [
-            f"Expected {what or name.replace('_', ' ')} to succeed on all ranks. "
+            f"Expected {what or name.replace('_', ' ')} to succeed. "
             f"Received an error on {names}:",
             *lines,
             advice or f"Its own traceback is above, in what {names} wrote{rest}.",
