@@ -73,7 +73,10 @@ def on_rank_zero(callback: Target) -> Target:
         `callback` itself, marked.
 
     Example:
-        >>> trainer.fit(x, y, callbacks=[on_rank_zero(WriteReport("report.html"))])
+        >>> tell = keras.callbacks.LambdaCallback(on_train_end=lambda _: print("over"))
+        >>> trainer = distkeras.Trainer(model)
+        >>> history = trainer.fit(x, y, callbacks=[on_rank_zero(tell)], verbose=0)
+        over
     """
     callback.rank_zero_only = True  # type: ignore[attr-defined]
     return callback

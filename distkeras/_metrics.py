@@ -84,8 +84,8 @@ def exact_metrics(
             hold different metrics.
 
     Example:
-        >>> with exact_metrics(model, communicator):
-        ...     history = model.fit(shard_x, shard_y)
+        >>> with exact_metrics(model, world):
+        ...     history = model.fit(x, y, verbose=0)  # this rank's samples
     """
     if communicator.size == 1:
         yield

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from newer_keras import multi_optimizer
 
 import distkeras
 from distkeras import callbacks
@@ -180,8 +181,7 @@ def test_plateau_during_the_warm_up_multiplies_once():
 
 def test_exponential_multiplier_and_several_optimizers():
     parts = keras.optimizers.SGD(0.1, name="a"), keras.optimizers.SGD(0.2, name="b")
-    mapping = keras.optimizers.OptimizerMap(parts[0], {".*bias": parts[1]})
-    model = small_model(keras.optimizers.MultiOptimizer(mapping))
+    model = small_model(multi_optimizer(parts[0], {".*bias": parts[1]}))
     x = np.ones((8, 2))
     halve = callbacks.LearningRateSchedule(0.5, start_epoch=1)
     for _ in range(2):  # a second fit begins at the same initial rate

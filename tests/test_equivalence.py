@@ -41,6 +41,8 @@ from inputs import py_dataset_workers
 from inputs import rank_batches
 from inputs import torch_loader
 from inputs import unknown
+from newer_keras import multi_optimizer
+from newer_keras import optimizer_class
 
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
@@ -56,11 +58,8 @@ that is close to zero, and of which rounding has left few digits."""
 
 
 def multi(rate: Any, **options: Any) -> keras.optimizers.Optimizer:
-    return optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(
-            optimizers.Adam(rate, **options),
-            {".*bias": optimizers.SGD(0.1, **options)},
-        )
+    return multi_optimizer(
+        optimizers.Adam(rate, **options), {".*bias": optimizers.SGD(0.1, **options)}
     )
 
 
@@ -83,7 +82,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
     "Lion": (optimizers.Lion, RATE),
     "Lamb": (optimizers.Lamb, RATE),
     "Muon": (optimizers.Muon, 0.01),
-    "ScheduleFreeAdamW": (optimizers.ScheduleFreeAdamW, RATE),
+    "ScheduleFreeAdamW": (optimizer_class("ScheduleFreeAdamW"), RATE),
     "LossScaleOptimizer": (loss_scale, 0.1),
     "MultiOptimizer": (multi, RATE),
 }

@@ -19,6 +19,7 @@ from equivalence import assert_equal_weights
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
+from newer_keras import multi_optimizer
 
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
@@ -53,11 +54,8 @@ class Own(optimizers.Optimizer):
 
 
 def multi(**options: Any) -> keras.optimizers.Optimizer:
-    return optimizers.MultiOptimizer(
-        optimizers.OptimizerMap(
-            optimizers.Adam(RATE, **options),
-            {".*bias": optimizers.SGD(0.1, **options)},
-        )
+    return multi_optimizer(
+        optimizers.Adam(RATE, **options), {".*bias": optimizers.SGD(0.1, **options)}
     )
 
 

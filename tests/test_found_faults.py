@@ -18,6 +18,7 @@ from equivalence import assert_equal_weights
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
+from newer_keras import multi_optimizer
 
 from distkeras import _fitting
 from distkeras.communicators import Communicator
@@ -148,8 +149,7 @@ def _members(*rhythms: int | None) -> keras.optimizers.Optimizer:
         keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps)
         for steps in rhythms
     )
-    mapping = keras.optimizers.OptimizerMap(first, {".*bias": second})
-    return keras.optimizers.MultiOptimizer(mapping)
+    return multi_optimizer(first, {".*bias": second})
 
 
 ACCUMULATING = {

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from newer_keras import multi_optimizer
 
 import distkeras
 from distkeras import MismatchError
@@ -50,22 +51,16 @@ KINDS = {
     "loss_scale_factor": lambda: keras.optimizers.SGD(
         0.1, loss_scale_factor=8.0, gradient_accumulation_steps=2
     ),
-    "multi": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1)}
-        )
+    "multi": lambda: multi_optimizer(
+        keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1)}
     ),
-    "multi_accumulation": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-            {".*bias": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
-        )
+    "multi_accumulation": lambda: multi_optimizer(
+        keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+        {".*bias": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
     ),
-    "multi_mixed_accumulation": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
-            {".*bias": keras.optimizers.SGD(0.1)},
-        )
+    "multi_mixed_accumulation": lambda: multi_optimizer(
+        keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+        {".*bias": keras.optimizers.SGD(0.1)},
     ),
 }
 

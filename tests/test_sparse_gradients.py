@@ -14,6 +14,7 @@ from equivalence import assert_equal_everywhere
 from equivalence import assert_equal_history
 from equivalence import assert_equal_weights
 from equivalence import trainer
+from newer_keras import multi_optimizer
 
 import distkeras
 from distkeras.backends import indifferent_to_duplicates
@@ -49,7 +50,7 @@ class Own(optimizers.SGD):
 def multi(**options: Any) -> keras.optimizers.Optimizer:
     default = optimizers.SGD(0.01, **options)
     others = {".*embeddings": optimizers.Adam(0.01, **options)}
-    return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, others))
+    return multi_optimizer(default, others)
 
 
 KINDS: dict[str, Callable[[], Any]] = {

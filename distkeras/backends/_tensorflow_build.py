@@ -44,7 +44,8 @@ def _symbolic_build(model: keras.Model, batch: Any, predicts: bool) -> None:
 
 def _symbolic(spec: Any) -> Any:
     if not isinstance(spec, tf.TensorSpec):
-        if isinstance(spec, tf.NoneTensorSpec | tf.OptionalSpec):
+        # TensorFlow gives the other class out since 2.21 only.
+        if isinstance(spec, tf.OptionalSpec) or type(spec).__name__ == "NoneTensorSpec":
             return None
         raise TypeError(f"no Keras symbol for {spec}")
     return keras.KerasTensor(

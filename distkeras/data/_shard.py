@@ -72,7 +72,7 @@ def shard(
 
     Example:
         >>> data = shard(x, y, communicator=world, batch_size=32)
-        >>> model.fit(data, epochs=3)
+        >>> history = model.fit(data, epochs=3, verbose=0)
     """
     if isinstance(x, ShardedData):
         x.deal_to(communicator.rank, communicator.size)

@@ -371,7 +371,8 @@ def _zero_rows(element_spec: Any) -> Any:
     import tensorflow as tf
 
     def zero_rows(spec: Any) -> Any:
-        if spec is None or isinstance(spec, tf.NoneTensorSpec):
+        # TensorFlow gives the class out since 2.21 only.
+        if spec is None or type(spec).__name__ == "NoneTensorSpec":
             return None
         if isinstance(spec, tf.OptionalSpec):
             return tf.experimental.Optional.empty(spec._element_spec)
