@@ -6,10 +6,14 @@ then the step would have run on weights that differ by rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from distkeras.backends._tensorflow_step import find_optimizers
 
 
 def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:
@@ -22,6 +26,23 @@ def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:
         predicts: whether the data has no targets: then those of the layers alone.
     """
     dataset = data.get_tf_dataset()
+    step = None if predicts else _own_step(model)
+    if step is not None and _is_built(model):
+        return
+    try:
+        _build_from(model, dataset, predicts)
+    except Exception as error:
+        # What a step of the model's own takes need not be what its `call` takes, if
+        # there is one; and it may have been built by its parts.
+        if step is None:
+            raise
+        _trace(step, dataset.element_spec, error)
+    else:
+        if step is not None and not _parts_are_built(model):
+            _trace(step, dataset.element_spec, None)
+
+
+def _build_from(model: keras.Model, dataset: tf.data.Dataset, predicts: bool) -> None:
     try:
         batch = keras.tree.map_structure(_symbolic, dataset.element_spec)
         _symbolic_build(model, batch, predicts)
@@ -31,6 +52,45 @@ def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:
             x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
             model(x)
             _symbolic_build(model, batch, predicts)
+
+
+def _own_step(model: keras.Model) -> Callable[[Any], Any] | None:
+    """Returns the step that the model brings, for training if it has that."""
+    for name in ("train_step", "test_step"):
+        if getattr(type(model), name) is not getattr(TensorFlowTrainer, name):
+            return getattr(model, name)
+    return None
+
+
+def _parts_are_built(model: keras.Model) -> bool:
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
+
+
+def _is_built(model: keras.Model) -> bool:
+    metrics = model._compile_metrics
+    return (
+        _parts_are_built(model)
+        and all(optimizer.built for optimizer in find_optimizers(model))
+        and (metrics is None or metrics.built)
+    )
+
+
+def _trace(step: Callable[[Any], Any], spec: Any, before: Exception | None) -> None:
+    """Traces a step: that creates all variables that it uses, and changes none."""
+
+    @tf.autograph.experimental.do_not_convert
+    def call(data: Any) -> None:
+        step(data)
+
+    try:
+        tf.function(call).get_concrete_function(spec)
+    except Exception as error:
+        raise ValueError(
+            "Expected a model whose variables can be created before training, so that "
+            "all ranks begin with the same. Received: one that is built neither from "
+            f"its data nor by its step, which could not be traced ({error}). Call its "
+            "parts once, on a batch, before `fit`."
+        ) from (before or error)
 
 
 def _symbolic_build(model: keras.Model, batch: Any, predicts: bool) -> None:

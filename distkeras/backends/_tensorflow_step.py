@@ -98,9 +98,30 @@ def make_test_function(model: keras.Model) -> Function:
 
 
 def rows(data: Any) -> tf.Tensor:
-    """Returns the number of examples of a batch, a scalar int32 tensor."""
-    x = keras.utils.unpack_x_y_sample_weight(data)[0]
-    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    """Returns the number of examples of a batch, a scalar int32 tensor.
+
+    Those of the targets, over which a loss is a mean: graphs, say, that are merged to
+    one have as many of them as there were graphs, but inputs for each of their nodes.
+    Where there are none, those of the inputs.
+    """
+    parts = data if isinstance(data, (tuple, list)) else (data,)
+    if len(parts) in (2, 3):
+        targets = [leaf for leaf in keras.tree.flatten(parts[1]) if _has_rows(leaf)]
+        if targets:
+            return _rows_of(targets[0])
+    return _rows_of_inputs(data)
+
+
+def _rows_of_inputs(data: Any) -> tf.Tensor:
+    """The same of the inputs, or of what a step of the model's own takes."""
+    return _rows_of(next(leaf for leaf in keras.tree.flatten(data) if _has_rows(leaf)))
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and leaf.shape.rank != 0
+
+
+def _rows_of(first: Any) -> tf.Tensor:
     if isinstance(first, tf.RaggedTensor):
         return tf.cast(first.nrows(), tf.int32)
     if isinstance(first, tf.SparseTensor):
@@ -145,7 +166,7 @@ def _split_step(
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )
-            model._loss_tracker.update_state(loss, sample_weight=rows(data))
+            model._loss_tracker.update_state(loss, sample_weight=_rows_of_inputs(data))
             loss = optimizer.scale_loss(loss)
         gradients = tape.gradient(loss, [v.value for v in variables])
         logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -304,16 +325,38 @@ def _whole_step(
 
 
 def find_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns every optimizer a model holds: `compile`'s and its own attributes."""
+    """Returns every optimizer a model holds.
+
+    `compile`'s, its own attributes, lists and dictionaries of them; and where its
+    step is its own, those that its models were compiled with.
+    """
     compiled = model.optimizer
     found = [] if compiled is None else [compiled]
     # An attribute may be what `compile` wrapped in a `LossScaleOptimizer`.
     seen = {id(o) for c in found for o in (c, *inner_optimizers(c))}
-    for value in vars(model).values():
-        if isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
-            seen.add(id(value))
-            found.append(value)
+    held = list(_optimizers_in(list(vars(model).values())))
+    if overrides_train_step(model):
+        parts = model._flatten_layers(include_self=False)
+        models = [part for part in parts if isinstance(part, keras.Model)]
+        # Those that were never compiled have no such attribute.
+        held += _optimizers_in([getattr(m, "optimizer", None) for m in models])
+    for optimizer in held:
+        if id(optimizer) not in seen:
+            seen.update(id(o) for o in (optimizer, *inner_optimizers(optimizer)))
+            found.append(optimizer)
     return found
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields the optimizers of an attribute, in order."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _optimizers_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _optimizers_in(item)
 
 
 @contextlib.contextmanager
