@@ -109,6 +109,14 @@ def filter_callbacks(
     return [c for c in flat if rank == 0 or not runs_on_rank_zero_only(c)]
 
 
+# Of Keras' own, those that act on all ranks and print what they do.
+_TALKING = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+)
+
+
 def arrange_callbacks(
     callbacks: Iterable[Any] | None,
     communicator: Communicator,
@@ -129,6 +137,8 @@ def arrange_callbacks(
         WholeGradients(communicator),
     ]
     for callback in filter_callbacks(callbacks, 0):
+        if communicator.rank > 0 and isinstance(callback, _TALKING):
+            callback.verbose = 0  # rank 0 says the same
         arranged += filter_callbacks([callback], communicator.rank)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             arranged.append(RestoreEverywhere(communicator))

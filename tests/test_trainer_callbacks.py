@@ -377,3 +377,19 @@ def test_warmup_that_comes_with_a_later_fit(world: Communicator) -> None:
         updates = int(model.optimizer.iterations)
         expected = 0.1 * (1 + (world.size - 1) * min(1, updates / 12))
         assert float(model.optimizer.learning_rate) == pytest.approx(expected)
+
+
+def test_callbacks_that_steer_print_on_rank_0_alone(
+    world: Communicator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = samples(8 * world.size)
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate, verbose=1),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=9, verbose=1),
+        keras.callbacks.EarlyStopping("loss", patience=2, min_delta=9, verbose=1),
+    ]
+    run = trainer(build(lambda: keras.optimizers.SGD(0.1)))
+    run.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+    text = capsys.readouterr().out
+    own = [text.count(word) for word in ("Scheduler", "Plateau", "early stopping")]
+    assert own == ([3, 2, 1] if world.rank == 0 else [0, 0, 0]), text
