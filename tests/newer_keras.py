@@ -31,3 +31,11 @@ def multi_optimizer(default: Any, others: dict[str, Any] | None = None) -> Any:
     if others is not None:
         default = optimizer_class("OptimizerMap")(default, others)
     return optimizer_class("MultiOptimizer")(default)
+
+
+def muon(*args: Any, **kwargs: Any) -> Any:
+    """Returns `Muon`, or skips the test where Keras' own cannot be trained."""
+    version = tuple(int(number) for number in keras.__version__.split(".")[:2])
+    if version < (3, 13):
+        pytest.skip("Muon of Keras before 3.13 fails on TensorFlow's variables")
+    return keras.optimizers.Muon(*args, **kwargs)

@@ -42,6 +42,7 @@ from inputs import rank_batches
 from inputs import torch_loader
 from inputs import unknown
 from newer_keras import multi_optimizer
+from newer_keras import muon
 from newer_keras import optimizer_class
 
 from distkeras.backends import updates
@@ -81,7 +82,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
     "Ftrl": (optimizers.Ftrl, 0.1),
     "Lion": (optimizers.Lion, RATE),
     "Lamb": (optimizers.Lamb, RATE),
-    "Muon": (optimizers.Muon, 0.01),
+    "Muon": (muon, 0.01),
     "ScheduleFreeAdamW": (optimizer_class("ScheduleFreeAdamW"), RATE),
     "LossScaleOptimizer": (loss_scale, 0.1),
     "MultiOptimizer": (multi, RATE),

@@ -20,6 +20,7 @@ from equivalence import build
 from equivalence import samples
 from equivalence import trainer
 from newer_keras import multi_optimizer
+from newer_keras import muon
 
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
@@ -63,7 +64,7 @@ PLAIN: dict[str, Make] = {
     "SGD": lambda: optimizers.SGD(0.1),
     "RMSprop": lambda: optimizers.RMSprop(0.01),
     "Adam": lambda: optimizers.Adam(RATE),
-    "Muon": lambda: optimizers.Muon(0.01),
+    "Muon": lambda: muon(0.01),
 }
 
 OPTIONS: dict[str, Make] = {

@@ -15,6 +15,7 @@ from equivalence import assert_equal_history
 from equivalence import assert_equal_weights
 from equivalence import trainer
 from newer_keras import multi_optimizer
+from newer_keras import muon
 
 import distkeras
 from distkeras.backends import indifferent_to_duplicates
@@ -55,6 +56,7 @@ def multi(**options: Any) -> keras.optimizers.Optimizer:
 
 KINDS: dict[str, Callable[[], Any]] = {
     **{name: lambda kind=kind: kind(0.01) for name, kind in CLASSES.items()},
+    "Muon": lambda: muon(0.01),
     "momentum": lambda: optimizers.SGD(0.01, momentum=0.9),
     "nesterov": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),
     "centered": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
