@@ -239,7 +239,8 @@ def test_every_optimizer_of_keras_is_covered() -> None:
         for name, kind in vars(optimizers).items()
         if inspect.isclass(kind) and issubclass(kind, optimizers.Optimizer)
     }
-    assert found - {"Optimizer"} == set(OPTIMIZERS)
+    known = {name for name in OPTIMIZERS if hasattr(optimizers, name)}
+    assert found - {"Optimizer"} == known
 
 
 def test_every_pair_is_covered() -> None:
