@@ -146,7 +146,7 @@ def _accumulating(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
     """Returns the members whose gradients are exchanged once an update."""
-    if not optimizer.built or not accumulation_steps(optimizer, ()):
+    if not optimizer.built or not accumulation_steps(optimizer):
         return []
     return inner_optimizers(optimizer)
 

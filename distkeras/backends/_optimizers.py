@@ -41,9 +41,7 @@ def inner_optimizers(
     return list(getattr(optimizer, "optimizers", None) or [optimizer])
 
 
-def accumulation_steps(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
-) -> int | None:
+def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
     """Returns how many steps make one update, None where every step does.
 
     Where the parts of a `MultiOptimizer` accumulate differently there is no common

@@ -47,7 +47,7 @@ def accumulate(
     Returns:
         What the optimizer is to be handed, and the examples of all ranks.
     """
-    steps = accumulation_steps(optimizer, variables)
+    steps = accumulation_steps(optimizer)
     owners = accumulating_optimizers(optimizer, variables)
     accumulators = [owner.accumulator(v).value for owner, v in owners]
     scale = gradient_scale(optimizer)

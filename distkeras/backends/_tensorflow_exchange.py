@@ -203,7 +203,7 @@ class TensorFlowExchange:
     ) -> tuple[list[Any], tf.Tensor]:
         count = 1.0 if self.examples is None else self.examples
         count = tf.cast(count, tf.float64)
-        if not accumulation_steps(optimizer, variables):
+        if not accumulation_steps(optimizer):
             merge = indifferent_to_duplicates(optimizer)
             reduced, examples = self._allreduce(plan, gradients, present, count, merge)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

@@ -46,7 +46,7 @@ class GradientNorm:
             variables: what they belong to.
             examples: of all ranks; where they are none there is no update.
         """
-        steps = accumulation_steps(optimizer, variables)
+        steps = accumulation_steps(optimizer)
         scale = gradient_scale(optimizer)
         updates = tf.constant(True) if examples is None else examples > 0
         accumulated: list[Any] = [0.0] * len(variables)
