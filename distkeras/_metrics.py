@@ -238,6 +238,11 @@ class _Combined:
             if not any(has for *_, has in held):
                 return {}, [], []
             results = _plain(self._model.get_metrics_result())
+            # What Keras' guide logs, `{m.name: m.result() for m in self.metrics}`, has
+            # the metrics of `compile` under one name.
+            for metric in self._model.metrics:
+                if metric.name in logs and metric.name not in results:
+                    results[metric.name] = _plain(metric.result())
             own = set(logs) - set(results)
             if "loss" in results and _is_unused(self._model._loss_tracker):
                 if not own and not _has_own_steps(self._model):

@@ -359,6 +359,38 @@ def test_wrong_declarations_are_refused(world, spec):
         pass
 
 
+class Guide(keras.Model):
+    """A model whose step is that of Keras' guide."""
+
+    def test_step(self, data):
+        x, y = data
+        predictions = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=predictions)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, predictions)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_metrics_of_a_step_as_in_the_guide(world):
+    """No warning either: all of them are kept by metrics."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    model = Guide(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse", metrics=["mae", "mape"])
+    x, y = regression_data()
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    part = shards(world.size)[world.rank]
+    with exact_metrics(model, world):
+        got = model.evaluate(
+            x[part], y[part], batch_size=4, verbose=0, return_dict=True
+        )
+    for name in ("mae", "mape"):
+        assert got[name] == pytest.approx(float(expected[name]), rel=1e-6)
+
+
 class Logging(keras.Model):
     """A model whose step logs what no metric keeps."""
 
@@ -372,6 +404,7 @@ class Logging(keras.Model):
 
 
 def test_logs_of_a_custom_step(world):
+    keras.utils.set_random_seed(3)
     inputs = keras.Input((3,))
     model = Logging(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", "mse", metrics=["mae"])
