@@ -51,7 +51,8 @@ def main() -> None:
             continue
         if ">>>" not in "".join(_docstrings(module)):
             continue
-        result = doctest.testmod(module, extraglobs=names(), optionflags=OPTIONS)
+        given = {k: v for k, v in names().items() if not hasattr(module, k)}
+        result = doctest.testmod(module, extraglobs=given, optionflags=OPTIONS)
         attempted, failed = attempted + result.attempted, failed + result.failed
     print(f"{attempted} examples, {failed} failed")
     sys.exit(failed > 0)
