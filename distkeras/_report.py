@@ -102,9 +102,13 @@ def _batch(data: Any, size: int) -> str:
 
 def _batch_norm(model: keras.Model) -> dict[str, str]:
     count = len(backends.synchronized_layers(model))
-    if not count:
-        return {}
-    return {"batch norm": f"{count} synchronised; the backward pass is not compiled"}
+    others = len(backends.batch_norm_layers(model)) - count
+    texts = []
+    if count:
+        texts.append(f"{count} synchronised; the backward pass is not compiled")
+    if others:
+        texts.append(f"{others} by the batch of each rank (synchronized=True: of all)")
+    return {"batch norm": "; ".join(texts)} if texts else {}
 
 
 def _metrics(model: keras.Model) -> dict[str, str]:

@@ -311,6 +311,25 @@ def test_says_that_xla_stays_out(
     assert model.jit_compile is True
 
 
+@pytest.mark.parametrize("synchronized", (False, True))
+def test_the_summary_tells_whose_batches_count(
+    world: Communicator, caplog: pytest.LogCaptureFixture, synchronized: bool
+) -> None:
+    x, y = examples(8)
+    model = network("branches", synchronized=synchronized, own_step=False)
+    count = sum(
+        isinstance(layer, keras.layers.BatchNormalization) for layer in model.layers
+    )
+    logger = logging.getLogger("distkeras")
+    propagates, logger.propagate = logger.propagate, True
+    with caplog.at_level(logging.INFO, logger="distkeras"):
+        trainer(model).fit(x, y, batch_size=4, verbose=0)
+    logger.propagate = propagates
+    expected = f"{count} {'synchronised' if synchronized else 'by the batch of each'}"
+    said = [r for r in caplog.records if expected in r.getMessage()]
+    assert len(said) == (world.size > 1), caplog.text
+
+
 class Rematerialised(keras.layers.Layer):
     """Calls its layer within a `tf.function` of its own."""
 

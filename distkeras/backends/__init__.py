@@ -1,5 +1,6 @@
 """How a training step of one Keras backend hands its gradients over."""
 
+from distkeras.backends._batch_norm import batch_norm_layers as batch_norm_layers
 from distkeras.backends._batch_norm import synchronized_layers as synchronized_layers
 from distkeras.backends._current import Norm as Norm
 from distkeras.backends._current import current as current
