@@ -137,7 +137,7 @@ def test_private_names_of_keras_are_where_they_should_be() -> None:
     """In the modules that CONTRIBUTING.md lists, and in Keras itself."""
     files = [path for path in sources() if ROOT / "tests" not in path.parents]
     ours = {name for path in files for name in own_names(path)}
-    ours |= {"_asdict", "_fields", "_replace"}  # of named tuples
+    ours |= {"_asdict", "_fields", "_replace", "_getframe"}  # of Python
     listed = (ROOT / "CONTRIBUTING.md").read_text().partition("Private names of Keras")
     places = set(re.findall(r"`([_a-z]+)/?`", listed[2].partition("`tests/")[0]))
     of_keras, of_tf_data = words("keras"), words("tensorflow", "python/data")
