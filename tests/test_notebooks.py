@@ -82,7 +82,8 @@ def check_03_from_horovod(book: Book) -> None:
     assert accuracy == number("validation accuracy of the run:", out) > 0.85
     errors = text(book, "stderr")
     assert errors.count("HOROVOD_FUSION_THRESHOLD") == 1
-    assert "sgd 0.02 -> 0.04 (linear scaled, x2)" in errors
+    rate = "sgd 0.02 -> 0.04 (linear scaled, x2, rising to it over 2 epochs)"
+    assert rate in errors
     assert pictures(book) == 1
 
 
