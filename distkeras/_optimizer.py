@@ -152,6 +152,11 @@ def _distributed_class(base: Any) -> type:
 
         getattr(self, _EXCHANGE).apply(update, self, list(grads), list(variables))
 
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # Also for `from_config`: what this class makes anew has no exchange, and is
+        # an optimizer of the user's class.
+        return base(*args, **kwargs)
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         # Keras copies by saving and loading, which gives the stock class back.
         make, arguments, *_ = self.__reduce__()
@@ -167,6 +172,7 @@ def _distributed_class(base: Any) -> type:
         base.__name__,
         (base,),
         {
+            "__new__": __new__,
             "apply": apply,
             "__deepcopy__": __deepcopy__,
             "__doc__": base.__doc__,

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import distkeras
+from distkeras._cores import usable_cores
 from distkeras.launch import _function
 from distkeras.launch import _node
 from distkeras.launch._mpiexec import LaunchError
@@ -220,7 +221,7 @@ def test_variables_and_the_choice_of_ranks(capsys: pytest.CaptureFixture[str]) -
     def fn() -> tuple[str | None, int]:
         return os.environ.get("ONLY_THERE"), distkeras.size()
 
-    cores = _node.usable_cores()
+    cores = usable_cores()
     environ = {"ONLY_THERE": "yes", "CUDA_VISIBLE_DEVICES": ""}
     if cores <= 4:
         results = distkeras.run(fn, n="auto", environ=environ)

@@ -14,10 +14,10 @@ from pathlib import Path
 import mpi_runtimes
 import pytest
 
+from distkeras._cores import usable_cores
 from distkeras._launcher import Launcher
 from distkeras.launch import _cli
 from distkeras.launch import _mpiexec
-from distkeras.launch import _node
 from distkeras.launch import _process
 from distkeras.launch import _worker
 from distkeras.launch._mpiexec import LaunchError
@@ -29,7 +29,7 @@ VERSIONS = {
     "Slurm": "slurm 24.05.1",
 }
 WORKER = f"{sys.executable} -m distkeras.launch._worker"
-CORES = _node.usable_cores()
+CORES = usable_cores()
 
 
 FakeMpiexec = Callable[[str], str]
@@ -416,9 +416,9 @@ def test_threads_are_shared_out_unless_set() -> None:
 @pytest.mark.launches
 def test_cores_are_those_this_process_may_use() -> None:
     code = (
-        "import os; from distkeras.launch import _node; "
+        "import os; from distkeras._cores import usable_cores; "
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-        "print(_node.usable_cores())"
+        "print(usable_cores())"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert answer.stdout == b"1\n"

@@ -193,7 +193,8 @@ def test_from_config_and_copy(world: Communicator) -> None:
     assert config == stock.get_config()
     again = type(optimizer).from_config(config)
     assert again.get_config() == config
-    assert isinstance(again, keras.optimizers.RMSprop)
+    assert type(again) is type(type(optimizer)(0.3)) is keras.optimizers.RMSprop
+    assert not is_distributed(again)
     restored = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert type(restored) is keras.optimizers.RMSprop
     duplicate = copy.deepcopy(optimizer)

@@ -21,6 +21,7 @@ from mpi_runtimes import run
 import distkeras
 from distkeras import _logging
 from distkeras import communicators
+from distkeras._cores import usable_cores
 from distkeras._errors import CommunicatorError
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
@@ -40,7 +41,6 @@ from distkeras.communicators._nccl import unusable_reason
 from distkeras.communicators._world import WORDS
 from distkeras.communicators._world import _choose
 from distkeras.communicators._world import _unused
-from distkeras.launch import _node
 
 LAUNCHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "open mpi": (
@@ -443,7 +443,7 @@ def test_ranks_bound_to_one_core_are_told_of(
     tmp_path: Path, runtime: Any, policy: str
 ) -> None:
     """With room for another core for each; once, however many ranks there are."""
-    cores = _node.usable_cores()
+    cores = usable_cores()
     if cores < 2:
         pytest.skip("needs two cores")
     ranks = min(cores // 2, 3)
@@ -459,8 +459,8 @@ def test_ranks_bound_to_one_core_are_told_of(
 
 @pytest.mark.launches
 def test_ranks_that_share_the_cores_may_be_bound(tmp_path: Path) -> None:
-    ranks = min(_node.usable_cores(), 4)
-    if ranks < 2 or _node.usable_cores() // ranks > 1:
+    ranks = min(usable_cores(), 4)
+    if ranks < 2 or usable_cores() // ranks > 1:
         pytest.skip("needs fewer cores")
     text = "import distkeras; distkeras.init()"
     runtime = bound(open_mpi(), "core")

@@ -10,10 +10,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from distkeras import _logging
+from distkeras._cores import cpu_quota
+from distkeras._cores import physical_cores
 from distkeras._exit import STATUS
 from distkeras.communicators._agreement import name_ranks
 from distkeras.communicators._base import Communicator
@@ -55,7 +56,7 @@ def find_binding(ranks: int) -> Binding | None:
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
-    own = _cores(os.sched_getaffinity(0))
+    own = physical_cores(os.sched_getaffinity(0))
     return Binding(own, _most_cores() if own < 2 else own, ranks)
 
 
@@ -104,30 +105,8 @@ def _most_cores() -> int:
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    limits = [_cores(found), _quota()]
+    limits = [physical_cores(found), cpu_quota()]
     given = os.environ.get("SLURM_CPUS_ON_NODE", "")
     if given.isdecimal():  # the others are perhaps another job's
         limits.append(int(given))
     return min(limit for limit in limits if limit is not None)
-
-
-def _cores(cpus: set[int]) -> int:
-    """Counts physical cores: hardware threads of one count once."""
-    return len({_siblings(cpu) for cpu in cpus})
-
-
-def _siblings(cpu: int) -> str:
-    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    try:
-        return (folder / "thread_siblings_list").read_text()
-    except OSError:
-        return str(cpu)
-
-
-def _quota() -> int | None:
-    """Returns a container's limit of processor time, in whole cores, if it has one."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) // int(period)

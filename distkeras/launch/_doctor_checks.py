@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from typing import Literal
 
+from distkeras._cores import usable_cores
 from distkeras.launch import _hosts
 from distkeras.launch import _mpiexec
 from distkeras.launch import _node
@@ -287,7 +288,7 @@ def check_device(environ: Mapping[str, str], wanted: bool) -> list[Check]:
 
 def check_hosts(environ: Mapping[str, str]) -> Check:
     given = _hosts.allocation(environ)
-    cores = _node.usable_cores()
+    cores = usable_cores()
     name = socket.gethostname()
     if given is None:
         text = f"this machine alone: {name}, {cores} cores"

@@ -1,49 +1,12 @@
-"""What this node has, found out without importing a framework: cores and GPUs."""
+"""Which GPUs this node has, found out without importing a framework."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-
-
-def usable_cores() -> int:
-    """Returns how many physical cores this process may use, at least 1.
-
-    Hardware threads of one core count once (a second thread adds little to dense
-    arithmetic), and a container's CPU quota is a limit.
-    """
-    cpus = os.sched_getaffinity(0)
-    cores = {_siblings(cpu) for cpu in cpus}
-    return max(1, min(len(cores), _cpu_quota(len(cores))))
-
-
-def _siblings(cpu: int) -> str:
-    """Names the physical core of a logical CPU by the list of its threads."""
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    try:
-        return (topology / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)
-
-
-def _cpu_quota(default: int) -> int:
-    """Reads the control group's CPU limit, in whole cores; version 2, then 1."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        folder = Path("/sys/fs/cgroup/cpu")
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return default
-    if quota in ("max", "-1"):
-        return default
-    return int(quota) // int(period)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:

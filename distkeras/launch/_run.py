@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distkeras._cores import usable_cores
 from distkeras._launcher import ELASTIC
 from distkeras.launch import _hosts
 from distkeras.launch import _mpiexec
@@ -295,7 +296,7 @@ def default_size(hosts: Sequence[Host] = ()) -> int:
         size, what = tasks, "tasks of Slurm's job"
     else:
         gpus = len(_node.visible_gpus(os.environ))
-        size = gpus or _node.usable_cores()
+        size = gpus or usable_cores()
         what = "GPUs" if gpus else "physical cores"
     print(
         f"distkeras run: {size} ranks, one for each of {size} {what}.", file=sys.stderr

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distkeras import _leftovers
+from distkeras._cores import usable_cores
 from distkeras._exit import INTERRUPTED
 from distkeras._exit import LAST_WORDS
 from distkeras._exit import STACKS
@@ -83,7 +84,7 @@ def prepare(environ: MutableMapping[str, str], launcher: Launcher) -> None:
     """
     local_size = launcher.local_size or 1
     if local_size > 1:
-        threads = max(1, _node.usable_cores() // local_size)
+        threads = max(1, usable_cores() // local_size)
         environ.setdefault("OMP_NUM_THREADS", str(threads))
         environ.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
         # An operation that waits for other ranks holds one of these threads:
