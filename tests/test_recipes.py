@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import os
 import pickle
@@ -470,8 +471,34 @@ def flags_take_effect(folder: Path, what: str) -> None:
     given = zip(words[::2], words[1::2], strict=True)
     for flag, value in given:
         assert str(config[flag[2:].replace("-", "_")]) == value
-    model = keras.models.load_model(folder / "out/best.keras", compile=False)
-    assert model.get_layer("conv1_conv").dtype_policy.name == config["precision"]
+    assert_as_configured(folder / "out/best.keras", config)
+
+
+def assert_as_configured(path: Path, config: dict[str, Any]) -> None:
+    """Looks for each setting in what was trained, as its file tells it."""
+    with zipfile.ZipFile(path) as archive:
+        saved = json.loads(archive.read("config.json"))
+    compiled = saved["compile_config"]
+    layers = {layer["config"]["name"]: layer for layer in saved["config"]["layers"]}
+    convolution = layers["conv1_conv"]["config"]
+    assert convolution["dtype"]["config"]["name"] == config["precision"]
+    assert compiled["loss"]["config"]["label_smoothing"] == config["label_smoothing"]
+    jit_compile = _options.JIT_COMPILE[config["jit_compile"]]
+    if jit_compile != "auto":  # Keras puts in what it has chosen
+        assert compiled["jit_compile"] is jit_compile
+    optimizer = compiled["optimizer"]
+    assert optimizer["class_name"].lower() == config.get("optimizer", "sgd")
+    settings = optimizer["config"]
+    assert settings["use_ema"] == ("ema" in config)
+    assert settings["ema_momentum"] == config.get("ema", 0.99)
+    kinds = {"cosine": "Cosine", "poly": "Polynomial", "steps": "PiecewiseConstant"}
+    falls = settings["learning_rate"]
+    assert falls["class_name"] == kinds[config["schedule"]] + "Decay"
+    if "decay" in settings:
+        assert settings["decay"] == config["weight_decay"]
+    else:  # the gradient of a square is twice as large
+        decay = 2 * convolution["kernel_regularizer"]["config"]["l2"]
+        assert decay == pytest.approx(config["weight_decay"])
 
 
 @pytest.mark.tensorflow
