@@ -13,6 +13,9 @@ from typing import NamedTuple
 ELASTIC = "DISTKERAS_ELASTIC"
 """The variable by which ranks know that their job outlives lost ones."""
 
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+"""TensorFlow's own, for taking a GPU's memory as it is needed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:

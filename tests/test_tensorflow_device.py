@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,6 +17,7 @@ from equivalence import build
 from equivalence import samples
 
 from distkeras.backends._tensorflow_device import DeviceHandOver
+from distkeras.backends._tensorflow_device import _aligned_empty
 from distkeras.backends._tensorflow_device import allreduce_on_device
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
 from distkeras.backends._tensorflow_step import make_train_function
@@ -161,6 +166,79 @@ def test_a_scale_comes_last(world: Communicator) -> None:
     assert exchange.counters.exchanges == 3
     assert exchange.counters.examples == 3 * 2 * world.size
     exchange.close()
+
+
+class OnGpu:
+    """Stands in for a CuPy array: NumPy's, with the number of a GPU."""
+
+    def __init__(self, array: np.ndarray, number: int) -> None:
+        self.array = array
+        self.data = SimpleNamespace(ptr=array.ctypes.data, device_id=number)
+        self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+
+    def __setitem__(self, where: Any, other: OnGpu) -> None:
+        assert other.data.device_id == self.data.device_id
+        self.array[where] = other.array
+
+    def __dlpack__(self) -> Any:
+        assert self.data.device_id == 0  # TensorFlow has been shown one GPU alone
+        return self.array.__dlpack__()
+
+
+class StandIn:
+    """Stands in for CuPy where TensorFlow's GPU 0 is CUDA's GPU 3."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.cuda = SimpleNamespace(
+            Device=self.device,
+            UnownedMemory=lambda ptr, size, owner, number: (ptr, owner, number),
+            MemoryPointer=lambda memory, offset: memory,
+        )
+
+    @contextlib.contextmanager
+    def device(self, number: int) -> Iterator[None]:
+        before, self.current = self.current, number
+        yield
+        self.current = before
+
+    def from_dlpack(self, capsule: Any) -> OnGpu:
+        assert capsule.__dlpack_device__() == (2, 3)  # else GPU 0 would be opened
+        tensor = tf.experimental.dlpack.from_dlpack(capsule.__dlpack__())
+        return OnGpu(tensor.numpy(), 0)
+
+    def empty_like(self, like: OnGpu) -> OnGpu:
+        assert self.current == like.data.device_id
+        return OnGpu(_aligned_empty(np, like.array), self.current)
+
+    def ndarray(self, shape: tuple[int, ...], dtype: Any, pointer: Any) -> OnGpu:
+        ptr, owner, number = pointer
+        assert (ptr, shape, dtype) == (owner.data.ptr, owner.shape, owner.dtype)
+        return OnGpu(owner.array, number)
+
+
+def test_gpus_have_other_numbers_in_tensorflow(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under plain mpiexec a rank sees all GPUs of its node, TensorFlow one of them."""
+    exchange = GradientExchange(world)
+    communicator = exchange.communicator
+    on_host = communicator.allreduce
+    arrays, connected = StandIn(), []
+
+    def allreduce(buffer: Any, op: Any = "sum") -> None:
+        if isinstance(buffer, OnGpu):
+            assert buffer.data.device_id == arrays.current == 3
+            buffer = buffer.array
+        on_host(buffer, op)
+
+    monkeypatch.setattr(communicator, "allreduce", allreduce)
+    monkeypatch.setattr(communicator, "device", 3, raising=False)
+    monkeypatch.setattr(
+        communicator, "connect", lambda: connected.append(1), raising=False
+    )
+    check(world, exchange, arrays)
+    assert connected == [1]  # before the first step
 
 
 @pytest.mark.gpu

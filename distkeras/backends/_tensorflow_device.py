@@ -3,12 +3,20 @@
 TensorFlow synchronises the device once for every tensor that it hands over, so each
 bucket is concatenated in the graph and handed over whole. Example counts and flags
 travel by a host message of a few bytes: reading them from the device would cost a
-synchronisation more. The hand-over has been run on CPU memory; with CuPy and NCCL it
-has not been run on a GPU yet.
+synchronisation more.
+
+DLPack says on which GPU an array is by a number. CUDA and CuPy count all that the
+process sees, TensorFlow those that it was shown (github.com/tensorflow/tensorflow,
+issue 47866): a rank that sees several and has taken one says "0" and means another,
+so each array is handed over under the receiver's number.
+
+The hand-over has been run on CPU memory; with CuPy and NCCL it has not been run on a
+GPU yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -18,6 +26,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from distkeras._errors import CommunicatorError
 from distkeras.backends._tensorflow_host import reduce_counts
 from distkeras.gradients import Bucket
 from distkeras.gradients import GradientExchange
@@ -27,6 +36,9 @@ from distkeras.gradients import Plan
 class DeviceHandOver:
     """Sums flat tensors over ranks where they are, through a lasting buffer.
 
+    Collective where the communicator connects late: then it is made to, before
+    TensorFlow has taken what memory of the device there is.
+
     Args:
         exchange: its communicator must take arrays of `arrays`.
         arrays: the array module: CuPy, or NumPy for tensors in host memory.
@@ -35,6 +47,13 @@ class DeviceHandOver:
     def __init__(self, exchange: GradientExchange, arrays: Any = None) -> None:
         self._exchange = exchange
         self._arrays = arrays or importlib.import_module("cupy")
+        communicator = exchange.communicator
+        on_gpu = self._arrays is not np
+        # CUDA's number of this rank's GPU.
+        self._gpu = getattr(communicator, "device", None) if on_gpu else None
+        connect = getattr(communicator, "connect", None) if on_gpu else None
+        if connect is not None:
+            connect()
 
     def sum(self, plan: Plan, number: int, flat: tf.Tensor) -> tf.Tensor:
         """Returns the sum of all ranks' eager tensor `flat`, one-dimensional.
@@ -49,36 +68,66 @@ class DeviceHandOver:
         """
         exchange = self._exchange
         exchange.clock.lap("compute")
-        array = self._arrays.from_dlpack(_Capsule(flat))
-        buffer = exchange.buffer(
-            plan, number, lambda: _aligned_empty(self._arrays, array)
-        )
-        buffer[...] = array
-        exchange.communicator.allreduce(buffer)
-        exchange.counters.collectives += 1
-        exchange.counters.bytes += buffer.nbytes
-        # TensorFlow reads the result on a stream of its own.
-        wait = getattr(exchange.communicator, "synchronize", None)
-        if wait is not None:
-            wait()
-        exchange.clock.lap("exchange")
-        return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+        with self._current_device():
+            array = self._numbered(
+                self._arrays.from_dlpack(_Capsule(flat, self._gpu)), self._gpu
+            )
+            buffer = exchange.buffer(
+                plan, number, lambda: _aligned_empty(self._arrays, array)
+            )
+            buffer[...] = array
+            exchange.communicator.allreduce(buffer)
+            exchange.counters.collectives += 1
+            exchange.counters.bytes += buffer.nbytes
+            # TensorFlow reads the result on a stream of its own.
+            wait = getattr(exchange.communicator, "synchronize", None)
+            if wait is not None:
+                wait()
+            exchange.clock.lap("exchange")
+            theirs = self._numbered(buffer, _number_in_tensorflow(flat))
+            return tf.experimental.dlpack.from_dlpack(theirs.__dlpack__())
+
+    def _current_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes this rank's GPU CUDA's current one, which is a thread's own."""
+        if self._gpu is None:
+            return contextlib.nullcontext()
+        device: contextlib.AbstractContextManager[Any]
+        device = self._arrays.cuda.Device(self._gpu)
+        return device
+
+    def _numbered(self, array: Any, number: int | None) -> Any:
+        """Returns an array of the same memory, on the GPU of another number."""
+        if self._gpu is None or array.data.device_id == number:
+            return array
+        cuda = self._arrays.cuda
+        memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, array, number)
+        pointer = cuda.MemoryPointer(memory, 0)
+        return self._arrays.ndarray(array.shape, array.dtype, pointer)
 
 
 class _Capsule:
-    """A tensor by the array interchange protocol, whatever TensorFlow's version."""
+    """A tensor by the array interchange protocol, whatever TensorFlow's version.
 
-    def __init__(self, tensor: tf.Tensor) -> None:
+    Args:
+        tensor: eager.
+        gpu: CUDA's number of the GPU it is on, which CuPy makes the current one;
+            None in host memory.
+    """
+
+    def __init__(self, tensor: tf.Tensor, gpu: int | None) -> None:
         self._tensor = tensor
+        self._gpu = gpu
 
     def __dlpack__(self, **_: Any) -> Any:
         return tf.experimental.dlpack.to_dlpack(self._tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        device = tf.DeviceSpec.from_string(self._tensor.device)
-        if device.device_type == "GPU":
-            return 2, int(device.device_index or 0)  # kDLCUDA
-        return 1, 0  # kDLCPU
+        return (1, 0) if self._gpu is None else (2, self._gpu)  # kDLCPU, kDLCUDA
+
+
+def _number_in_tensorflow(tensor: tf.Tensor) -> int:
+    """Returns the number that TensorFlow gives to the device of an eager tensor."""
+    return int(tf.DeviceSpec.from_string(tensor.device).device_index or 0)
 
 
 def allreduce_on_device(
@@ -126,7 +175,7 @@ def allreduce_on_device(
             wire = exchange.wire.dtype(bucket)
             scale = exchange.wire.scale(bucket, exchange.communicator.size)
         flat = _pack(bucket, [gradients[i] for i in where], share * scale, wire)
-        with tf.control_dependencies(after):
+        with tf.control_dependencies([*after, _computed(flat)]):
             call = functools.partial(hand_over.sum, plan, number)
             total = tf.py_function(call, [flat], flat.dtype)
         total.set_shape(flat.shape)
@@ -155,6 +204,16 @@ def _pack(
     return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
 
 
+def _computed(flat: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that is there once the device has computed `flat`.
+
+    The hand-over waits for that too, but with Python's lock in its hand: nothing that
+    Python does, data for the next step or the watchdog, would go on beside a step. It
+    is TensorFlow that waits for what a function of the host is to be given.
+    """
+    return tf.numpy_function(lambda first: first.size > 0, [flat[:1]], tf.bool)
+
+
 def _unpack(bucket: Bucket, flat: tf.Tensor) -> list[tf.Tensor]:
     sizes = [math.prod(place.shape) for place in bucket.placements]
     pieces = tf.split(flat, sizes)
@@ -175,7 +234,14 @@ def _done_call(exchange: GradientExchange) -> Callable[..., Any]:
 def _aligned_empty(arrays: Any, like: Any) -> Any:
     """Returns an array like `like` on a 64-byte boundary, as TensorFlow demands."""
     if arrays is not np:
-        return arrays.empty_like(like)  # CuPy's allocations are aligned to 512
+        try:
+            return arrays.empty_like(like)  # CuPy's allocations are aligned to 512
+        except arrays.cuda.memory.OutOfMemoryError as error:
+            raise CommunicatorError(
+                f"Expected room for {like.nbytes} bytes of gradients beside what "
+                f"TensorFlow has taken of the GPU. Received: {error} Try a smaller "
+                "batch, or TF_GPU_ALLOCATOR=cuda_malloc_async in the environment."
+            ) from error
     raw = np.empty(like.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + like.nbytes].view(like.dtype)

@@ -175,14 +175,22 @@ class TensorFlowExchange:
         if tf.executing_eagerly():
             return []
         newest = getattr(tf.compat.v1.get_default_graph(), _NEWEST, {})
-        return list(newest.get(id(self), ()))
+        return list(newest.get(self._queue, ()))
+
+    @property
+    def _queue(self) -> object:
+        """What keeps its calls in one order: this exchange, or all of the device's.
+
+        NCCL wants one order on all ranks for all its communicators of a device.
+        """
+        return id(self) if self._hand_over is None else DeviceHandOver
 
     def _note(self, *tensors: tf.Tensor) -> None:
         """Keeps what this exchange ends with, on the graph: it ends with that."""
         if not tf.executing_eagerly():
             graph = tf.compat.v1.get_default_graph()
             newest = getattr(graph, _NEWEST, {})
-            setattr(graph, _NEWEST, {**newest, id(self): tensors})
+            setattr(graph, _NEWEST, {**newest, self._queue: tensors})
 
     def _plan(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Plan:
         together = tf.executing_eagerly()

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from distkeras._errors import CommunicatorError
+from distkeras._launcher import GROWTH
 from distkeras.communicators._agreement import name_ranks
+
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 #: NCCL's own switch for several ranks on a GPU (NCCL 2.31 and newer).
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -56,11 +59,29 @@ def visible_devices() -> tuple[Device, ...]:
     return tuple(Device(i, _uuid(driver, i)) for i in range(count.value))
 
 
+def driver_failure() -> str | None:
+    """Returns why NVIDIA's driver does not start; None if it does, or is not there.
+
+    A driver without a GPU, or whose GPUs `CUDA_VISIBLE_DEVICES` hides, has not failed.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    code = driver.cuInit(0)
+    if code in (0, _NO_DEVICE):
+        return None
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(code, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode()} (CUDA's error {code})"
+
+
 def _uuid(driver: Any, index: int) -> str:
     """Returns a device's UUID; the second version tells slices of a GPU apart."""
     handle = ctypes.c_int()
     data = (ctypes.c_ubyte * 16)()
-    get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    newer = getattr(driver, "cuDeviceGetUuid_v2", None)
+    get_uuid = driver.cuDeviceGetUuid if newer is None else newer
     if driver.cuDeviceGet(ctypes.byref(handle), index) or get_uuid(data, handle):
         raise CommunicatorError(f"CUDA's driver gives no UUID for GPU {index}.")
     return str(uuid.UUID(bytes=bytes(data)))
@@ -100,10 +121,24 @@ def pin_device(local_rank: int) -> str:
     index = choose_device(local_rank, len(devices))
     _pinned = None if index is None else devices[index]
     if _pinned is None:
+        _warn_of_driver()
         return "no GPU"
     if _is_for_tensorflow():
         configure_tensorflow()
     return f"GPU {_pinned.index} of {len(devices)} visible"
+
+
+def _warn_of_driver() -> None:
+    """Says so if there is a driver that does not start: GPUs would lie idle."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    failure = None if hidden else driver_failure()
+    if failure is not None:
+        warnings.warn(
+            f"NVIDIA's driver is installed, but does not start: {failure}. Training "
+            "goes on on the CPU; set CUDA_VISIBLE_DEVICES to nothing if that is meant.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_for_tensorflow() -> bool:
@@ -215,12 +250,16 @@ def configure_tensorflow() -> None:
             f"opened its GPUs already: {error}. Call distkeras.init() before "
             "anything else of TensorFlow or Keras touches a device."
         ) from error
+    if os.environ.get(GROWTH) == "true":  # as `distkeras run` sets it
+        return
     try:
         tf.config.experimental.set_memory_growth(device, True)
     except (RuntimeError, ValueError) as error:
         warnings.warn(
             "TensorFlow's memory growth could not be switched on, it may take the "
-            f"whole GPU and leave nothing for NCCL: {error}",
+            f"whole GPU and leave nothing for NCCL: {error}. Call distkeras.init() "
+            f"before the model is made, or set {GROWTH}=true, as `distkeras "
+            "run` does.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -31,13 +31,14 @@ from distkeras.communicators._checks import check_root
 from distkeras.communicators._composed import ComposedCommunicator
 from distkeras.communicators._device import NO_GPU_IN_TENSORFLOW
 from distkeras.communicators._device import choose_device
+from distkeras.communicators._device import driver_failure
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import tensorflow_lists_gpus
 from distkeras.communicators._device import visible_devices
 from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._waiting import Calls
 
-# ncclDataType_t; CuPy's table ends before bfloat16.
+# ncclDataType_t; CuPy's own table has bfloat16 since version 14.
 _DTYPES = {
     "int8": 0,
     "uint8": 1,
@@ -55,6 +56,8 @@ _BYTE = _DTYPES["uint8"]
 # ncclRedOp_t.
 _OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
+_NOT_READY = 600  # cudaErrorNotReady
+
 
 def unusable_reason() -> str | None:
     """Returns what this process lacks to use NCCL, or `None` if nothing.
@@ -64,13 +67,16 @@ def unusable_reason() -> str | None:
     """
     if importlib.util.find_spec("cupy") is None:
         return (
-            "CuPy is not installed (`pip install cupy-cuda12x nvidia-nccl-cu12`, "
-            "or the cuda13x and cu13 ones with CUDA 13)"
+            "CuPy is not installed (`pip install cupy-cuda12x nvidia-nccl-cu12`; "
+            "TensorFlow brings CUDA 12, and drivers of CUDA 13 run it)"
         )
     if not visible_devices():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             return f"CUDA shows no GPU (CUDA_VISIBLE_DEVICES is {visible!r})"
+        failure = driver_failure()
+        if failure is not None:
+            return f"NVIDIA's driver does not start: {failure}"
         return (
             "CUDA shows no GPU: this machine has none, or NVIDIA's driver "
             "(libcuda.so.1) is not installed"
@@ -86,7 +92,7 @@ def unusable_reason() -> str | None:
     except Exception as error:  # any broken CUDA installation has its own
         return (
             f"CuPy cannot be imported ({type(error).__name__}: {error}); its pip "
-            "package must match the driver's CUDA (cupy-cuda12x, cupy-cuda13x)"
+            "package must be that of TensorFlow's CUDA (cupy-cuda12x)"
         )
     if not getattr(nccl, "available", False):
         return "NCCL's library is missing (`pip install nvidia-nccl-cu12`)"
@@ -123,7 +129,7 @@ class NCCLCommunicator(ComposedCommunicator):
     errors that NCCL reports late.
 
     NCCL itself is connected at the first collective on a device buffer, when the
-    device has been chosen.
+    device has been chosen, or by `connect`.
 
     Args:
         host: the MPI communicator to compose with, owned from here on; by
@@ -154,6 +160,8 @@ class NCCLCommunicator(ComposedCommunicator):
         self._calls = Calls(self._host.calls.members, self._host.calls)
         self._calls.pending = self._works
         self._device = self._find_device()
+        # For arrays that are made on this thread next.
+        self._device_context().use()
         _elastic.register_device(self)
 
     def _find_device(self) -> int:
@@ -168,6 +176,20 @@ class NCCLCommunicator(ComposedCommunicator):
     def device(self) -> int:
         """The index of this rank's GPU among those that CUDA shows it."""
         return self._device
+
+    def connect(self) -> None:
+        """Connects NCCL now, by a sum of one number; collective.
+
+        It needs some hundred MB of the device, which TensorFlow takes for itself as
+        training goes on, and never gives back.
+
+        Raises:
+            CommunicatorError: if NCCL fails.
+        """
+        with self._device_context():
+            number = self._cupy.zeros(1, "float32")
+        self.allreduce(number)
+        self.synchronize()
 
     @property
     def library(self) -> str:
@@ -194,6 +216,7 @@ class NCCLCommunicator(ComposedCommunicator):
             return
         check_op(op)
         check_buffer(buffer, writable=True)
+        self._check_device(buffer)
         if buffer.dtype.kind == "b":
             buffer = buffer.view("uint8")
             op = {"sum": "max", "product": "min"}.get(op, op)  # type: ignore[assignment]
@@ -230,6 +253,7 @@ class NCCLCommunicator(ComposedCommunicator):
         if isinstance(buffer, np.ndarray):
             return self._host.allgather(buffer)
         check_buffer(buffer, writable=False)
+        self._check_device(buffer)
         cupy = self._cupy
         counts = [int(n) for n in self._host.allgather(np.array([buffer.nbytes]))]
         longest = max(counts)
@@ -265,6 +289,7 @@ class NCCLCommunicator(ComposedCommunicator):
             return
         check_root(root, self.size)
         check_buffer(buffer, writable=True)
+        self._check_device(buffer)
         if not buffer.size:
             return
         noted = self._calls("broadcast", buffer.nbytes, root)
@@ -292,20 +317,24 @@ class NCCLCommunicator(ComposedCommunicator):
         check_open(self._closed)
         if _elastic.lost():
             raise CommunicatorError(_elastic.LOST)
-        if self._nccl is None:
+        nccl = self._nccl
+        if nccl is None:
             return
-        with self._calls.again(), self._device_context():
+        with self._calls.again(), self._device_context(), self._failures():
             done = self._cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
-            with self._failures():
-                spins = 0
-                # A plain wait would never come back after a peer's death.
-                while not done.done:
-                    if _elastic.lost():
-                        raise CommunicatorError(_elastic.LOST)
-                    self._nccl.check_async_error()
-                    spins += 1
-                    time.sleep(0 if spins < 1000 else 0.0005)
+            spins = 0
+            # A plain wait would never come back after a peer's death.
+            while not self._is_done(done):
+                if _elastic.lost():
+                    raise CommunicatorError(_elastic.LOST)
+                nccl.check_async_error()
+                spins += 1
+                time.sleep(0 if spins < 1000 else 0.0005)
+            # Kernels that were aborted are done as well.
+            if _elastic.lost():
+                raise CommunicatorError(_elastic.LOST)
+            nccl.check_async_error()
 
     def close(self) -> None:
         """Frees NCCL's communicator and MPI's; collective, once."""
@@ -334,7 +363,28 @@ class NCCLCommunicator(ComposedCommunicator):
         if self._finished is None:
             return False
         with self._device_context():
-            return not self._finished.done
+            state = self._cupy.cuda.runtime.eventQuery(self._finished.ptr)
+        return bool(state == _NOT_READY)
+
+    def _is_done(self, event: Any) -> bool:
+        """Whether the device has come to an event; raises what CUDA says instead.
+
+        CuPy's `Event.done` is False for ever after an error.
+        """
+        runtime = self._cupy.cuda.runtime
+        state = runtime.eventQuery(event.ptr)
+        if state not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(state)
+        return bool(state == 0)
+
+    def _check_device(self, buffer: Any) -> None:
+        """Raises if a buffer is on another GPU: NCCL would read wrong memory."""
+        if buffer.data.device_id != self._device:
+            raise ValueError(
+                f"Expected a buffer on GPU {self._device}, that of rank {self.rank}. "
+                f"Received: one on GPU {buffer.data.device_id}. Make it under `with "
+                f"cupy.cuda.Device({self._device}):`."
+            )
 
     def _device_context(self) -> Any:
         """CUDA's current device is a thread's own, and a step runs on many."""
@@ -363,10 +413,10 @@ class NCCLCommunicator(ComposedCommunicator):
         with self._lock:
             if self._nccl is None:
                 with self._failures():
-                    # Every rank draws one, so that a failure is everyone's.
+                    # A failure of rank 0 is everyone's.
                     mine = collectively(
                         self._host,
-                        self._binding.get_unique_id,
+                        self._draw_id,
                         what="drawing NCCL's id",
                         advice="NCCL_DEBUG=WARN in the environment makes NCCL say "
                         "more; DISTKERAS_COMMUNICATOR=mpi does without it.",
@@ -378,20 +428,35 @@ class NCCLCommunicator(ComposedCommunicator):
                     self._stream = self._cupy.cuda.Stream(non_blocking=True)
             return self._nccl
 
+    def _draw_id(self) -> Any:
+        """Returns NCCL's id on rank 0, where a thread then waits for all others."""
+        return self._binding.get_unique_id() if self.rank == 0 else None
+
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
         """Aborts NCCL after its errors, so that no peer's kernel waits for ours."""
         try:
             yield
-        # CuPy looks the error up in a table that lacks the newer numbers.
-        except (self._binding.NcclError, KeyError) as error:
+        # CuPy looks NCCL's errors up in a table that lacks the newer numbers.
+        except (
+            self._binding.NcclError,
+            self._cupy.cuda.runtime.CUDARuntimeError,
+            KeyError,
+        ) as error:
             nccl, self._nccl = self._nccl, None
             if nccl is not None:
                 nccl.abort()
+            confined = ""
+            if "SLURM_JOB_ID" in os.environ:
+                confined = (
+                    " Under Slurm every task must be let see all GPUs of its node "
+                    "(`--gpus-per-node`, `--gpu-bind=none`; not `--gpus-per-task`)."
+                )
             raise CommunicatorError(
                 f"NCCL failed on rank {self.rank} ({self.hosts[self.rank]}, GPU "
-                f"{self._device}): {error}. A peer may have ended; NCCL_DEBUG=WARN "
-                "in the environment makes NCCL say more."
+                f"{self._device}): {error}. A peer may have ended, or the GPU's memory "
+                "may be full; NCCL_DEBUG=WARN in the environment makes NCCL say more."
+                f"{confined}"
             ) from error
 
 

@@ -30,6 +30,7 @@ from distkeras._exit import STACKS
 from distkeras._exit import flush
 from distkeras._exit import tell_launcher
 from distkeras._exit import write
+from distkeras._launcher import GROWTH
 from distkeras._launcher import Launcher
 from distkeras._launcher import discover
 from distkeras.launch import _node
@@ -93,6 +94,10 @@ def prepare(environ: MutableMapping[str, str], launcher: Launcher) -> None:
     gpus = _node.visible_gpus(environ)
     if len(gpus) > 1 and launcher.local_rank is not None:
         environ["CUDA_VISIBLE_DEVICES"] = gpus[launcher.local_rank % len(gpus)]
+    if gpus and launcher.size != 1:
+        # A model that is made before the `Trainer` opens the GPU, and TensorFlow would
+        # take all of its memory; NCCL needs some.
+        environ.setdefault(GROWTH, "true")
 
 
 def _die_with_parent() -> None:
