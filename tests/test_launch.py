@@ -395,6 +395,21 @@ def test_each_rank_sees_one_gpu(visible: str, local_rank: int, expected: str) ->
     assert environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
+def test_ranks_leave_memory_of_their_gpu_to_nccl() -> None:
+    """The model may be made, and TensorFlow started, before the `Trainer`."""
+    name = "TF_FORCE_GPU_ALLOW_GROWTH"
+    for size, visible, given, expected in (
+        (2, "0,1", {}, "true"),
+        (2, "0", {}, "true"),
+        (2, "0", {name: "false"}, "false"),
+        (2, "", {}, None),
+        (1, "0", {}, None),
+    ):
+        environ = {"CUDA_VISIBLE_DEVICES": visible, **given}
+        _worker.prepare(environ, launcher(0, size))
+        assert environ.get(name) == expected
+
+
 def test_threads_are_shared_out_unless_set() -> None:
     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     environ = {"CUDA_VISIBLE_DEVICES": ""}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +240,42 @@ def test_gpus_have_other_numbers_in_tensorflow(
     )
     check(world, exchange, arrays)
     assert connected == [1]  # before the first step
+
+
+def test_exchanges_of_one_step_take_turns(world: Communicator) -> None:
+    """NCCL wants one order on all ranks for all of a device."""
+    log = []
+
+    class Slow(DeviceHandOver):
+        def sum(self, *arguments: Any) -> tf.Tensor:
+            log.append("begins")
+            time.sleep(0.1)
+            result = super().sum(*arguments)
+            log.append("ends")
+            return result
+
+    def accumulating() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    exchanges = [GradientExchange(world) for _ in range(2)]
+    graphs = [TensorFlowExchange(e, Slow(e, np)) for e in exchanges]
+    models = [build(accumulating) for _ in graphs]
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        for graph, model in zip(graphs, models, strict=True):
+            variables = model.trainable_variables
+            gradients = [tf.ones(v.shape) for v in variables]
+            optimizer = model.optimizer
+            graph.apply(optimizer.apply, optimizer, gradients, variables)
+
+    for model in models:
+        model.optimizer.build(model.trainable_variables)
+    for _ in range(2):
+        step()
+    assert log == ["begins", "ends"] * 2
+    for exchange in exchanges:
+        exchange.close()
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -210,6 +211,37 @@ def test_gpus_that_nothing_is_done_with(
         assert len(told) == (device is not None and world.rank == 0)
     for record in told:
         assert f"GPUs are visible on rank {last}, but gra" in record.getMessage()
+
+
+class Driver:
+    """Stands in for NVIDIA's driver: it starts with an error."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self.code
+
+    def cuGetErrorString(self, code: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"system not yet initialized"
+        return 0
+
+
+@pytest.mark.parametrize(("code", "visible"), [(802, None), (802, ""), (100, None)])
+def test_a_driver_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, code: int, visible: str | None
+) -> None:
+    """Eight GPUs of a node idle where its fabric manager is down: no silence."""
+    monkeypatch.setattr(_device.ctypes, "CDLL", lambda name: Driver(code))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(_device, "_pinned", None)
+    told = pytest.warns(RuntimeWarning, match="system not yet initialized.*802")
+    silent = contextlib.nullcontext()
+    with told if code == 802 and visible is None else silent:
+        assert pin_device(0) == "no GPU"
+    assert (_device.driver_failure() is None) == (code == 100)
 
 
 @pytest.mark.launches
