@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,36 @@ def test_wrong_buffers(nccl: NCCLCommunicator) -> None:
         nccl.allreduce(cupy.ones((2, 2)))
     with pytest.raises(TypeError, match="NCCL can combine.*int16"):
         nccl.allreduce(cupy.ones(2, "int16"))
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count > 1:
+        with cupy.cuda.Device((nccl.device + 1) % count):
+            elsewhere = cupy.ones(2)
+        with pytest.raises(ValueError, match=f"buffer on GPU {nccl.device}"):
+            nccl.allreduce(elsewhere)
+
+
+@pytest.mark.gpu
+def test_connects_when_it_is_told_to(nccl: NCCLCommunicator) -> None:
+    import cupy
+
+    assert cupy.cuda.Device().id == nccl.device  # for arrays of this thread
+    for _ in range(2):
+        nccl.connect()
+        assert nccl._nccl is not None
+
+
+@pytest.mark.gpu
+def test_cuda_errors_are_told_at_once(nccl: NCCLCommunicator) -> None:
+    """They were "not done yet", until the timeout."""
+    import cupy
+
+    nccl.connect()
+    event = cupy.cuda.Event()
+    event.record(nccl._stream)
+    event.synchronize()
+    assert nccl._is_done(event)
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        nccl._is_done(SimpleNamespace(ptr=0))  # an invalid handle
 
 
 @pytest.mark.gpu
