@@ -30,8 +30,9 @@ class Flavour:
     Attributes:
         name: as its makers write it.
         signature: a pattern in the output of `mpiexec --version`.
-        flags: always given. No binding to cores: TensorFlow's threads would all
-            share the core of their rank. More ranks than cores are allowed.
+        binding: given unless the user chooses one. None to cores: TensorFlow's
+            threads would all share the core of their rank.
+        flags: always given. More ranks than cores are allowed.
         tag: makes it put the rank before each line of output.
         environ: variables the ranks need, unless the user has set them.
         environ_root: the same, needed only by the superuser.
@@ -46,6 +47,7 @@ class Flavour:
 
     name: str
     signature: str
+    binding: tuple[str, ...]
     flags: tuple[str, ...]
     tag: tuple[str, ...]
     environ: Mapping[str, str]
@@ -62,7 +64,8 @@ FLAVOURS = (
     Flavour(
         name="Open MPI",
         signature=r"Open ?MPI|OpenRTE|PRRTE|prterun",
-        flags=("--bind-to", "none", "--oversubscribe"),
+        binding=("--bind-to", "none"),
+        flags=("--oversubscribe",),
         tag=("--tag-output",),
         environ={
             # Ranks that wait give their core to those that compute.
@@ -83,6 +86,7 @@ FLAVOURS = (
     Flavour(
         name="Intel MPI",
         signature=r"Intel\(R\) MPI",
+        binding=(),  # by the environment
         flags=(),
         tag=("-prepend-rank",),
         environ={"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"},
@@ -95,7 +99,8 @@ FLAVOURS = (
     Flavour(
         name="MPICH",
         signature=r"HYDRA|MPICH",
-        flags=("-bind-to", "none"),
+        binding=("-bind-to", "none"),
+        flags=(),
         tag=("-prepend-rank",),
         environ={},
         environ_root={},
@@ -108,7 +113,8 @@ FLAVOURS = (
     Flavour(
         name="Slurm",
         signature=r"^slurm ",
-        flags=("--cpu-bind=none",),
+        binding=("--cpu-bind=none",),
+        flags=(),
         tag=("--label",),
         environ={},
         environ_root={},
@@ -241,11 +247,10 @@ def command(
             f"{mpiexec.path} is of {flavour.name}. Use `--max-restarts R` instead: it "
             "starts the job again, which goes on from its last checkpoint."
         )
-    flags = [*flavour.flags, *(flavour.elastic if elastic else ())]
-    if any("bind-to" in word for word in extra):
-        # Given twice, Open MPI and MPICH refuse to start.
-        position = next(i for i, word in enumerate(flags) if "bind-to" in word)
-        del flags[position : position + 2]
+    # Given twice, Open MPI and MPICH refuse to start.
+    bound = any("bind-to" in word or "cpu-bind" in word for word in extra)
+    flags = [*(() if bound else flavour.binding), *flavour.flags]
+    flags += flavour.elastic if elastic else ()
     elsewhere = list(flavour.export) if hosts else []
     if hosts and flavour.export_each is not None:
         for name in export:
