@@ -150,6 +150,33 @@ def test_an_exception_is_raised_here(options: dict[str, Any]) -> None:
     assert "_call.py" not in cause
 
 
+class OnlyHere:
+    """Can be made again in this process, in others not."""
+
+    def __reduce__(self) -> Any:
+        return _check_process, (os.getpid(),)
+
+
+def _check_process(pid: int) -> None:
+    if os.getpid() != pid:
+        raise ImportError("no such module on purpose")
+
+
+def test_an_unpickling_error_is_raised_here() -> None:
+    """That of the function itself, and that of a rank which cannot read it."""
+
+    @local
+    def fail() -> None:
+        raise pickle.UnpicklingError("on purpose")
+
+    with pytest.raises(pickle.UnpicklingError, match="on purpose") as caught:
+        distkeras.run(fail, n=1)
+    assert "raised on rank 0 of 1" in caught.value.__notes__[0]
+    with pytest.raises(pickle.UnpicklingError, match="the function and its") as caught:
+        distkeras.run(print, (OnlyHere(),), n=1)
+    assert "no such module on purpose" in str(caught.value)
+
+
 def test_an_exception_that_cannot_be_carried_is_told() -> None:
     @local
     def fail() -> None:
