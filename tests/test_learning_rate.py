@@ -432,3 +432,6 @@ def test_bad_arguments():
         scale_learning_rate(optimizer, 0)
     with pytest.raises(ValueError, match="0 or more"):
         warm_up_learning_rate(optimizer, -1)
+    for divisor in (0, 0.0, -1):
+        with pytest.raises(ValueError, match="positive number"):
+            warm_up_learning_rate(optimizer, 10, divisor=divisor)
