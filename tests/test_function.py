@@ -282,6 +282,25 @@ def test_a_rank_starts_no_ranks() -> None:
         distkeras.run(fn)
 
 
+def test_the_end_of_a_job_is_not_told_to_the_job_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is as the one rank of an elastic job is: it may go on."""
+    monkeypatch.setenv("DISTKERAS_STATUS", str(tmp_path))
+    monkeypatch.setenv("DISTKERAS_ELASTIC", "1")
+
+    @local
+    def wait() -> None:
+        distkeras.init(timeout=1)
+        if distkeras.rank() == 1:
+            time.sleep(60)
+        distkeras.barrier()
+
+    with pytest.raises(distkeras.RankError, match="exit code 124"):
+        distkeras.run(wait)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_opened_gpus_are_explained() -> None:
     """None are open here; the words are what a user sees."""
     assert _node.opened_gpus() == []

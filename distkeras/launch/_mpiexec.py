@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distkeras._errors import DistkerasError
+from distkeras._exit import STATUS
+from distkeras._launcher import ELASTIC
 
 
 class LaunchError(DistkerasError, RuntimeError):
@@ -324,7 +326,8 @@ def environment(
 # of the user begin alike, and stay.
 _OF_A_JOB = re.compile(
     r"(OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HYDI?_|MPI_LOCAL"
-    r"|MV2_COMM_WORLD_|SLURM_PROCID$|SLURM_LOCALID$|SLURM_STEP_)"
+    r"|MV2_COMM_WORLD_|SLURM_PROCID$|SLURM_LOCALID$|SLURM_STEP_"
+    rf"|{ELASTIC}$|{STATUS}$)"
 )
 
 
