@@ -17,7 +17,6 @@ from distkeras._consensus import filter_callbacks
 from distkeras._elastic import survives
 from distkeras._fit_arguments import FitArguments
 from distkeras._fit_arguments import check_seed
-from distkeras._fit_arguments import check_shard
 from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
 from distkeras._own_training import warn_of_own_training
@@ -216,7 +215,7 @@ class Trainer:
             validation_freq: epochs between validations, or which epochs.
             global_batch_size: examples a step on all ranks together, instead of
                 `batch_size`.
-            shard: `"auto"` deals the data over ranks; False takes `x` and the
+            shard: `"auto"` or True deals the data over ranks; False takes `x` and the
                 validation data to be this rank's own part already.
             resume: where to go on from: `"auto"` for the newest checkpoint of the
                 `distkeras.callbacks.Checkpoint` among the callbacks, if it has one; or
@@ -323,7 +322,7 @@ class Trainer:
             loss, accuracy = trainer.evaluate(x, y, batch_size=256, verbose=0)
             ```
         """
-        check_shard(shard)
+        data_.check_shard(shard)
         if self.communicator.size == 1:
             return self.model.evaluate(
                 x,
@@ -385,7 +384,7 @@ class Trainer:
             probabilities = trainer.predict(x, batch_size=256, gather="rank0")
             ```
         """
-        check_shard(shard)
+        data_.check_shard(shard)
         if gather not in ("all", "rank0"):
             raise ValueError(
                 f"Expected `gather` to be 'all' or 'rank0'. Received: {gather!r}"
