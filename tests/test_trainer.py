@@ -17,6 +17,7 @@ from equivalence import assert_equal_weights
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
+from newer_keras import multi_optimizer
 
 import distkeras
 from distkeras._settings import settings_of
@@ -396,6 +397,30 @@ def test_settings_that_differ(
         trainer(model).fit(x, x[:, :1] > 0, batch_size=2, verbose=0)
     assert len(set(world.allgather_object(str(error.value)))) == 1
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("by", ["map", "function"])
+def test_settings_of_one_of_several_optimizers_that_differ(
+    world: Communicator, by: str
+) -> None:
+    """What a `MultiOptimizer` is made with shows at most the first."""
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, _ = samples(8)
+    last = world.rank == world.size - 1
+    kernels = keras.optimizers.SGD(0.1)
+    biases = keras.optimizers.SGD(0.1, momentum=0.9 - 0.4 * last)
+    if by == "map":
+        optimizer = multi_optimizer(kernels, {".*bias": biases})
+    else:
+        optimizer = multi_optimizer(
+            lambda variable: biases if variable.path.endswith("bias") else kernels
+        )
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    text = r"optimizer [23] \(SGD\): momentum=0.[95]\n"
+    with pytest.raises(distkeras.MismatchError, match=text):
+        trainer(model).fit(x, x[:, :1], batch_size=2, verbose=0)
 
 
 def test_settings_that_may_differ(world: Communicator) -> None:
