@@ -16,6 +16,7 @@ from distkeras._commits import Commits
 from distkeras._consensus import filter_callbacks
 from distkeras._elastic import survives
 from distkeras._fit_arguments import FitArguments
+from distkeras._fit_arguments import check_callbacks
 from distkeras._fit_arguments import check_seed
 from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
@@ -232,6 +233,7 @@ class Trainer:
 
         Raises:
             ValueError: if arguments contradict each other, or one has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data or write its
@@ -312,6 +314,7 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data, or a metric
@@ -322,7 +325,7 @@ class Trainer:
             loss, accuracy = trainer.evaluate(x, y, batch_size=256, verbose=0)
             ```
         """
-        data_.check_shard(shard)
+        _check_call(callbacks, shard)
         if self.communicator.size == 1:
             return self.model.evaluate(
                 x,
@@ -374,6 +377,7 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data; names the
@@ -384,7 +388,7 @@ class Trainer:
             probabilities = trainer.predict(x, batch_size=256, gather="rank0")
             ```
         """
-        data_.check_shard(shard)
+        _check_call(callbacks, shard)
         if gather not in ("all", "rank0"):
             raise ValueError(
                 f"Expected `gather` to be 'all' or 'rank0'. Received: {gather!r}"
@@ -496,3 +500,9 @@ class Trainer:
 
     def _verbose(self, verbose: str | int) -> str | int:
         return verbose if self.communicator.rank == 0 else 0
+
+
+def _check_call(callbacks: Any, shard: Any) -> None:
+    """Raises where an argument of `evaluate` or `predict` has no meaning."""
+    check_callbacks(filter_callbacks(callbacks, 0))
+    data_.check_shard(shard)

@@ -207,8 +207,14 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         name, value = next(iter(options.items()))
         with pytest.raises(ValueError, match=f"`{name}` .* Received: {value!r}"):
             run.fit(x, y, verbose=0, **options)
-    with pytest.raises(TypeError, match="EarlyStopping"):
-        run.fit(x, y, verbose=0, callbacks=[keras.callbacks.EarlyStopping])
+    callbacks: list[Any] = [keras.callbacks.EarlyStopping]
+    for call in (
+        lambda: run.fit(x, y, verbose=0, callbacks=callbacks),
+        lambda: run.evaluate(x, y, verbose=0, callbacks=callbacks),
+        lambda: run.predict(x, verbose=0, callbacks=callbacks),
+    ):
+        with pytest.raises(TypeError, match="Expected instances of .*EarlyStopping"):
+            call()
     with pytest.raises(ValueError, match="`gather` .* 'none'"):
         run.predict(x, gather="none", verbose=0)
     with pytest.raises(ValueError, match="`shard` .* 'none'"):
