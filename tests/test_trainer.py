@@ -196,10 +196,11 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         distkeras.Trainer("model")
     model = build(OPTIMIZERS["adam"])
     for options, text in (
-        ({"warmup_epochs": -1}, "warmup_epochs=-1"),
+        ({"warmup_epochs": -1}, "Expected .* Received: warmup_epochs=-1"),
         ({"warmup_epochs": float("inf")}, "warmup_epochs=inf"),
         ({"seed": -1}, "seed=-1"),
         ({"learning_rate_scaling": "cubic"}, "cubic"),
+        ({"bucket_bytes": 0}, "Expected .* Received: bucket_bytes=0"),
     ):
         with pytest.raises(ValueError, match=text):
             distkeras.Trainer(model, **options)
