@@ -105,7 +105,7 @@ class Trainer:
         self.model = model
         self._of_world = communicator is None
         self.communicator = communicator or world()
-        self.commits: Commits | None = None
+        self._commits: Commits | None = None
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
         scaling = Scaling(learning_rate_scaling, warmup_epochs)
@@ -125,20 +125,6 @@ class Trainer:
             write_whole_files(model)
             warn_of_own_training(model, self.communicator)
         self._report = Report(_logging.configure(self.communicator.rank))
-
-    def follow_world(self) -> bool:
-        """Takes the world's ranks, if they are others now; whether it uses them.
-
-        They are where an elastic job has lost some.
-        """
-        if not self._of_world:
-            return False
-        before, now = self.communicator, world()
-        if now is not before:
-            self.communicator = now
-            self._session.move(now)
-            self._report = Report(_logging.LOGGER)
-        return True
 
     @property
     def exchange(self) -> GradientExchange | None:
@@ -277,7 +263,7 @@ class Trainer:
             scaling=Scaling(self.learning_rate_scaling, self.warmup_epochs),
             seed=self._seed,
             report=self._report,
-            commits=self.commits,
+            commits=self._commits,
         )
 
     @survives
@@ -471,6 +457,20 @@ class Trainer:
         """
         if self.communicator.rank == 0:
             self.model.summary(*args, **kwargs)
+
+    def _follow_world(self) -> bool:
+        """Takes the world's ranks, if they are others now; whether it uses them.
+
+        They are where an elastic job has lost some.
+        """
+        if not self._of_world:
+            return False
+        before, now = self.communicator, world()
+        if now is not before:
+            self.communicator = now
+            self._session.move(now)
+            self._report = Report(_logging.LOGGER)
+        return True
 
     def _deal(
         self,

@@ -222,6 +222,14 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         run.evaluate(x, y, shard="none", verbose=0)
 
 
+def test_public_names_are_for_users(world: Communicator) -> None:
+    run = trainer(build(OPTIMIZERS["adam"]))
+    methods = {"close", "compile", "evaluate", "fit", "predict", "save", "summary"}
+    settings = {"communicator", "learning_rate_scaling", "model", "warmup_epochs"}
+    names = {name for name in dir(run) if not name.startswith("_")}
+    assert names == methods | settings | {"exchange"}
+
+
 def test_ranks_that_were_called_differently(world: Communicator) -> None:
     if world.size == 1:
         pytest.skip("needs a rank to differ from")
