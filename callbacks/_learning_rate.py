@@ -42,8 +42,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
         verbose: 1: rank 0 says when the warm-up is over.
 
     Raises:
-        ValueError: at the start of training, if the steps of an epoch are unknown or
-            the model has no optimizer.
+        ValueError: if `warmup_epochs` or `divisor` has no meaning; at the start of
+            training, if the steps of an epoch are unknown or the model has no
+            optimizer.
 
     Example:
         >>> model.fit(x, y, callbacks=[
@@ -64,6 +65,11 @@ class LearningRateWarmup(keras.callbacks.Callback):
             raise ValueError(
                 "Expected `warmup_epochs` to be 0 or more. Received: "
                 f"warmup_epochs={warmup_epochs}"
+            )
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(
+                "Expected `divisor` to be a positive number: what the rate starts "
+                f"divided by. Received: divisor={divisor}"
             )
         self.warmup_epochs = warmup_epochs
         self.steps_per_epoch = steps_per_epoch

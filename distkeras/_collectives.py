@@ -47,19 +47,22 @@ def allreduce(x: Any, *, op: ReduceOp = "average") -> Any:
     Raises:
         MismatchError: on every rank, if ranks differ in operation, structure,
             shape or dtype; names the first difference.
-        TypeError: if `x` holds something that is not numeric.
+        ValueError: if `op` is none of those.
+        TypeError: if `x` holds something that is not numeric; on several ranks also
+            for "min" and "max" of complex numbers, which have no order.
 
     Example:
         >>> allreduce({"loss": 0.5, "count": np.array([3])}, op="sum")
         {'loss': np.float64(0.5), 'count': array([3])}
     """
+    communicator = world()
+    leaves, rebuild = _prepare(communicator, f"allreduce(op={op!r})", x)
+    # Only now: an error before would leave the other ranks waiting.
     words = get_args(ReduceOp)
     if op not in words:
         raise ValueError(
             f"Expected op to be one of {', '.join(words)}. Received: {op!r}"
         )
-    communicator = world()
-    leaves, rebuild = _prepare(communicator, f"allreduce(op={op!r})", x)
     arrays = [leaf.array for leaf in leaves]
     if op == "average":
         arrays = [array.astype(_average_dtype(array.dtype)) for array in arrays]

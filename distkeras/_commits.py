@@ -268,10 +268,7 @@ class Committing(keras.callbacks.Callback):
 
 def _writers(users: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
     """Returns the states of callbacks that run on rank 0 alone."""
-    alone = [name for name, c in _callback_states.named(users) if _writes(c)]
+    named = _callback_states.named(users)
+    alone = [name for name, callback in named if runs_on_rank_zero_only(callback)]
     states = _callback_states.glance(users)
     return {name: states[name] for name in alone if name in states}
-
-
-def _writes(callback: keras.callbacks.Callback) -> bool:
-    return runs_on_rank_zero_only(callback)

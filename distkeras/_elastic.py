@@ -32,9 +32,9 @@ class Survivor(Protocol):
 
     model: keras.Model
     communicator: Communicator
-    commits: Commits | None
+    _commits: Commits | None
 
-    def follow_world(self) -> bool:
+    def _follow_world(self) -> bool:
         """Takes the world's ranks, if they are others now; whether it uses them."""
 
 
@@ -57,11 +57,11 @@ def survives(
 
     @functools.wraps(method)
     def call(self: Self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if self.commits is not None:
+        if self._commits is not None:
             return method(self, *args, **kwargs)
-        if not self.follow_world() or not _elastic.active():
+        if not self._follow_world() or not _elastic.active():
             return method(self, *args, **kwargs)
-        self.commits = commits = Commits(self.communicator.size)
+        self._commits = commits = Commits(self.communicator.size)
         try:
             while True:
                 done = False
@@ -77,9 +77,9 @@ def survives(
                     return result
                 commits.lost_at = _elastic.lost_since()
                 recover()
-                self.follow_world()
+                self._follow_world()
         finally:
-            self.commits = None
+            self._commits = None
 
     return call
 

@@ -14,17 +14,12 @@ import keras
 from keras.src.trainers.data_adapters import array_slicing
 
 from distkeras._resumption import Resized
+from distkeras.data import check_batch_sizes
+from distkeras.data import check_shard
 
 _NOT_OF_KERAS = ("global_batch_size", "shard", "resume", "resized")
 # Of these ranks agree in other ways, or need not: only rank 0 prints.
 _NOT_AGREED_ON = ("x", "y", "sample_weight", "class_weight", "callbacks", "verbose")
-
-
-def check_shard(shard: Any) -> None:
-    """Raises where an option is none, at one rank too, which has no use for it."""
-    # Not by equality: 0, or False of NumPy's, would be taken for "auto".
-    if shard is not True and shard is not False and shard != "auto":
-        raise ValueError(f"Expected `shard` to be 'auto' or False. Received: {shard!r}")
 
 
 def check_seed(seed: Any) -> None:
@@ -76,13 +71,7 @@ class FitArguments:
     resized: Resized
 
     def __post_init__(self) -> None:
-        if self.batch_size is not None and self.global_batch_size is not None:
-            raise ValueError(
-                "Expected `batch_size` (examples a step on each rank) or "
-                "`global_batch_size` (on all ranks together), not both. Received: "
-                f"batch_size={self.batch_size}, "
-                f"global_batch_size={self.global_batch_size}"
-            )
+        check_batch_sizes(self.batch_size, self.global_batch_size)
         check_shard(self.shard)
         if self.resized not in get_args(Resized):
             raise ValueError(

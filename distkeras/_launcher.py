@@ -135,10 +135,27 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
     node = _number(environ, ("SLURM_NODEID",))
     if node is None:
         return None
+    counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return counts[node] if node < len(counts) else None
+
+
+def expand_counts(text: str) -> list[int]:
+    """Expands Slurm's short form of a number for each node.
+
+    Args:
+        text: such as `SLURM_TASKS_PER_NODE` holds.
+
+    Returns:
+        The numbers; empty if `text` is no such list.
+
+    Example:
+        >>> expand_counts("2(x3),1")
+        [2, 2, 2, 1]
+    """
     counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+    for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            return None
+            return []
         counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node < len(counts) else None
+    return counts

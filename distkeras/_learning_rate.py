@@ -153,14 +153,17 @@ def warm_up_learning_rate(
         raise ValueError(
             f"Expected the length of the warm-up to be 0 or more. Received: {steps}"
         )
+    if divisor is not None:
+        divisor = _checked_factor(divisor)
     for part in parts_of(optimizer):
         state = state_of(part)
-        start = divisor or (state.factor if state else 1.0)
+        factor = state.factor if state else 1.0
+        start = factor if divisor is None else divisor
         if state is None and (start == 1.0 or steps == 0):
             continue
         state = state or install(part)
         accumulated = part.gradient_accumulation_steps or 1
-        state.warm_up(steps / accumulated, _checked_factor(start))
+        state.warm_up(steps / accumulated, start)
     install_on_wrappers(optimizer)
 
 

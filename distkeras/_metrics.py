@@ -113,7 +113,7 @@ def _asked_for_results(
     name = "_get_metrics_result_or_logs"
     if not hasattr(model, name):
         raise AttributeError(
-            f"Expected `keras.Model.{name}` (Keras 3.10 to 3.15). Keras "
+            f"Expected `keras.Model.{name}` (Keras 3.12 to 3.15). Keras "
             f"{keras.__version__} has none; metrics of all ranks cannot be computed."
         )
     outer = vars(model).get(name)  # a callback of `fit` evaluates

@@ -46,8 +46,8 @@ class Scaling:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < math.inf:
             raise ValueError(
-                "`warmup_epochs` must be a number of epochs >= 0. Received: "
-                f"warmup_epochs={self.warmup_epochs}"
+                "Expected `warmup_epochs` to be a number of epochs from 0 up. "
+                f"Received: warmup_epochs={self.warmup_epochs}. 0 is for no warm-up."
             )
 
     def factor(self, size: int) -> float:
@@ -68,8 +68,9 @@ class Scaling:
         """
         if self.warmup_epochs and steps is None:
             raise ValueError(
-                "`warmup_epochs` needs the number of steps of an epoch, which this "
-                "data does not tell. Pass `steps_per_epoch`."
+                "Expected to know the steps of an epoch, to place the end of the "
+                "learning rate's warm-up. Received: data of unknown length, and "
+                f"warmup_epochs={self.warmup_epochs:g}. Pass `steps_per_epoch`."
             )
         rates = []
         for optimizer in backends.current().find_optimizers(model):

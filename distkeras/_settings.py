@@ -23,6 +23,7 @@ import keras
 import numpy as np
 
 from distkeras import backends
+from distkeras.backends._optimizers import inner_optimizers
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 
@@ -62,8 +63,20 @@ def settings_of(model: keras.Model) -> list[str]:
     return [
         *_rows("layer", model._flatten_layers(include_self=False)),
         *_rows("loss", losses),
-        *_rows("optimizer", backends.current().find_optimizers(model)),
+        *_rows("optimizer", _optimizers(model)),
     ]
+
+
+def _optimizers(model: keras.Model) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields a model's optimizers, after each those that it wraps.
+
+    What a `MultiOptimizer` writes of itself does not tell all of its members.
+    """
+    for optimizer in backends.current().find_optimizers(model):
+        yield optimizer
+        for member in inner_optimizers(optimizer):
+            if member is not optimizer:
+                yield member
 
 
 def _rows(what: str, things: Iterable[Any]) -> Iterator[str]:

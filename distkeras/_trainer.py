@@ -16,8 +16,8 @@ from distkeras._commits import Commits
 from distkeras._consensus import filter_callbacks
 from distkeras._elastic import survives
 from distkeras._fit_arguments import FitArguments
+from distkeras._fit_arguments import check_callbacks
 from distkeras._fit_arguments import check_seed
-from distkeras._fit_arguments import check_shard
 from distkeras._fitting import fit
 from distkeras._learning_rate import Rule
 from distkeras._own_training import warn_of_own_training
@@ -105,7 +105,7 @@ class Trainer:
         self.model = model
         self._of_world = communicator is None
         self.communicator = communicator or world()
-        self.commits: Commits | None = None
+        self._commits: Commits | None = None
         self.learning_rate_scaling = learning_rate_scaling
         self.warmup_epochs = warmup_epochs
         scaling = Scaling(learning_rate_scaling, warmup_epochs)
@@ -125,20 +125,6 @@ class Trainer:
             write_whole_files(model)
             warn_of_own_training(model, self.communicator)
         self._report = Report(_logging.configure(self.communicator.rank))
-
-    def follow_world(self) -> bool:
-        """Takes the world's ranks, if they are others now; whether it uses them.
-
-        They are where an elastic job has lost some.
-        """
-        if not self._of_world:
-            return False
-        before, now = self.communicator, world()
-        if now is not before:
-            self.communicator = now
-            self._session.move(now)
-            self._report = Report(_logging.LOGGER)
-        return True
 
     @property
     def exchange(self) -> GradientExchange | None:
@@ -216,7 +202,7 @@ class Trainer:
             validation_freq: epochs between validations, or which epochs.
             global_batch_size: examples a step on all ranks together, instead of
                 `batch_size`.
-            shard: `"auto"` deals the data over ranks; False takes `x` and the
+            shard: `"auto"` or True deals the data over ranks; False takes `x` and the
                 validation data to be this rank's own part already.
             resume: where to go on from: `"auto"` for the newest checkpoint of the
                 `distkeras.callbacks.Checkpoint` among the callbacks, if it has one; or
@@ -233,6 +219,7 @@ class Trainer:
 
         Raises:
             ValueError: if arguments contradict each other, or one has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data or write its
@@ -276,7 +263,7 @@ class Trainer:
             scaling=Scaling(self.learning_rate_scaling, self.warmup_epochs),
             seed=self._seed,
             report=self._report,
-            commits=self.commits,
+            commits=self._commits,
         )
 
     @survives
@@ -313,6 +300,7 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data, or a metric
@@ -323,7 +311,7 @@ class Trainer:
             loss, accuracy = trainer.evaluate(x, y, batch_size=256, verbose=0)
             ```
         """
-        check_shard(shard)
+        _check_call(callbacks, shard)
         if self.communicator.size == 1:
             return self.model.evaluate(
                 x,
@@ -375,6 +363,7 @@ class Trainer:
 
         Raises:
             ValueError: if an option has no meaning.
+            TypeError: if a callback is none.
             MismatchError: on every rank, if ranks were called with different models,
                 data or options.
             CommunicatorError: on every rank, if one cannot deal its data; names the
@@ -385,7 +374,7 @@ class Trainer:
             probabilities = trainer.predict(x, batch_size=256, gather="rank0")
             ```
         """
-        check_shard(shard)
+        _check_call(callbacks, shard)
         if gather not in ("all", "rank0"):
             raise ValueError(
                 f"Expected `gather` to be 'all' or 'rank0'. Received: {gather!r}"
@@ -469,6 +458,20 @@ class Trainer:
         if self.communicator.rank == 0:
             self.model.summary(*args, **kwargs)
 
+    def _follow_world(self) -> bool:
+        """Takes the world's ranks, if they are others now; whether it uses them.
+
+        They are where an elastic job has lost some.
+        """
+        if not self._of_world:
+            return False
+        before, now = self.communicator, world()
+        if now is not before:
+            self.communicator = now
+            self._session.move(now)
+            self._report = Report(_logging.LOGGER)
+        return True
+
     def _deal(
         self,
         whole: tuple[Any, ...],
@@ -497,3 +500,9 @@ class Trainer:
 
     def _verbose(self, verbose: str | int) -> str | int:
         return verbose if self.communicator.rank == 0 else 0
+
+
+def _check_call(callbacks: Any, shard: Any) -> None:
+    """Raises where an argument of `evaluate` or `predict` has no meaning."""
+    check_callbacks(filter_callbacks(callbacks, 0))
+    data_.check_shard(shard)

@@ -232,6 +232,9 @@ def test_a_schedule_of_schedules_is_refused():
         fit(model, callbacks.LearningRateSchedule(0.5))
     with pytest.raises(ValueError, match="warmup_epochs=-1"):
         callbacks.LearningRateWarmup(warmup_epochs=-1)
+    for divisor in (0, -2.0, float("inf")):
+        with pytest.raises(ValueError, match=f"divisor={divisor}"):
+            callbacks.LearningRateWarmup(divisor=divisor)
 
 
 def test_the_rate_that_horovod_takes_first_is_not_taken_for_epochs():

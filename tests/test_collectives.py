@@ -166,6 +166,7 @@ MISMATCHES: dict[str, Callable[[Communicator], Any]] = {
     "dimensions": lambda w: distkeras.allreduce(_odd(w, np.ones(6), np.ones((6, 1)))),
     "dtype": lambda w: distkeras.allreduce(_odd(w, np.ones(2, "f4"), np.ones(2))),
     "operation": lambda w: distkeras.allreduce(1, op=_odd(w, "sum", "max")),
+    "unknown operation": lambda w: distkeras.allreduce(1, op=_odd(w, "sum", "mean")),
     "structure": lambda w: distkeras.allreduce(_odd(w, [1, 2], (1, 2))),
     "keys": lambda w: distkeras.allreduce(_odd(w, {"a": 1}, {"b": 1})),
     "count": lambda w: distkeras.allreduce(_odd(w, [1, 2], [1])),

@@ -326,8 +326,9 @@ def test_class_weight_becomes_sample_weight() -> None:
     [
         ((column(5), np.zeros(4)), {}, "cardinality"),
         ((column(5),), dict(batch_size=0), "at least 1"),
-        ((column(5),), dict(batch_size=1, global_batch_size=2), "Received both"),
-        ((column(5),), dict(shard="no"), "'auto' or False"),
+        ((column(5),), dict(batch_size=1, global_batch_size=2), "not both"),
+        ((column(5),), dict(shard="no"), "'auto' .or True, .*, or False"),
+        ((column(5),), dict(shard=0), "'auto' .or True, .*, or False"),
         ((column(0),), {}, "no samples"),
         (("text",), {}, "Received: str"),
         ((column(5), np.zeros(5), np.ones(5)), dict(class_weight={0: 1}), "weight"),

@@ -179,8 +179,25 @@ def test_another_backend_or_an_old_keras_is_not_enough() -> None:
     check = _doctor_checks._keras({**found, "backend": "torch"}, tensorflow)
     assert (check.status, check.fine) == ("broken", False)
     assert check.remedy == "export KERAS_BACKEND=tensorflow"
-    check = _doctor_checks._keras({**found, "version": "3.9.2"}, tensorflow)
-    assert check.remedy is not None and "keras>=3.10" in check.remedy
+    check = _doctor_checks._keras({**found, "version": "3.11.3"}, tensorflow)
+    assert check.remedy is not None and "keras>=3.12" in check.remedy
+
+
+def test_an_old_tensorflow_is_not_enough() -> None:
+    found = {"version": "2.18.0", "cuda": False, "gpus": 0}
+    assert _doctor_checks._tensorflow(found, False, "bring").status == "ok"
+    check = _doctor_checks._tensorflow({**found, "version": "2.17.1"}, False, "bring")
+    assert (check.status, check.fine, check.remedy) == ("broken", False, "bring")
+    assert "expected 2.18 or newer" in check.text
+
+
+def test_the_oldest_packages_are_those_that_pip_takes() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    oldest = _doctor_checks._dotted
+    assert f'requires-python = ">={oldest(_doctor_checks._OLDEST_PYTHON)}"' in text
+    assert f'"keras>={oldest(_doctor_checks._OLDEST_KERAS)}"' in text
+    cpu = f'"tensorflow-cpu>={oldest(_doctor_checks._OLDEST_TENSORFLOW)};'
+    assert cpu in text
 
 
 def test_shared_memory_that_is_missing() -> None:

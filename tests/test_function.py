@@ -150,6 +150,33 @@ def test_an_exception_is_raised_here(options: dict[str, Any]) -> None:
     assert "_call.py" not in cause
 
 
+class OnlyHere:
+    """Can be made again in this process, in others not."""
+
+    def __reduce__(self) -> Any:
+        return _check_process, (os.getpid(),)
+
+
+def _check_process(pid: int) -> None:
+    if os.getpid() != pid:
+        raise ImportError("no such module on purpose")
+
+
+def test_an_unpickling_error_is_raised_here() -> None:
+    """That of the function itself, and that of a rank which cannot read it."""
+
+    @local
+    def fail() -> None:
+        raise pickle.UnpicklingError("on purpose")
+
+    with pytest.raises(pickle.UnpicklingError, match="on purpose") as caught:
+        distkeras.run(fail, n=1)
+    assert "raised on rank 0 of 1" in caught.value.__notes__[0]
+    with pytest.raises(pickle.UnpicklingError, match="the function and its") as caught:
+        distkeras.run(print, (OnlyHere(),), n=1)
+    assert "no such module on purpose" in str(caught.value)
+
+
 def test_an_exception_that_cannot_be_carried_is_told() -> None:
     @local
     def fail() -> None:
@@ -253,6 +280,25 @@ def test_a_rank_starts_no_ranks() -> None:
 
     with pytest.raises(LaunchError, match=r"rank \d of 2 already"):
         distkeras.run(fn)
+
+
+def test_the_end_of_a_job_is_not_told_to_the_job_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is as the one rank of an elastic job is: it may go on."""
+    monkeypatch.setenv("DISTKERAS_STATUS", str(tmp_path))
+    monkeypatch.setenv("DISTKERAS_ELASTIC", "1")
+
+    @local
+    def wait() -> None:
+        distkeras.init(timeout=1)
+        if distkeras.rank() == 1:
+            time.sleep(60)
+        distkeras.barrier()
+
+    with pytest.raises(distkeras.RankError, match="exit code 124"):
+        distkeras.run(wait)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_opened_gpus_are_explained() -> None:

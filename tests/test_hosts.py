@@ -117,5 +117,7 @@ def test_allocation_by_a_file(tmp_path: Path) -> None:
 def test_what_makes_a_process_a_rank_is_left_out_for_a_new_job() -> None:
     stays = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "SLURM_JOB_ID": "4"}
     stays |= {"PMIX_MCA_gds": "hash", "PATH": "/bin", "I_MPI_FABRICS": "shm"}
+    stays |= {"DISTKERAS_TIMEOUT": "60"}
     goes = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD", "PMI_RANK", "SLURM_PROCID")
+    goes += ("DISTKERAS_ELASTIC", "DISTKERAS_STATUS")
     assert outside_jobs({**stays, **dict.fromkeys(goes, "0")}) == stays

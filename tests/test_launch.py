@@ -267,15 +267,21 @@ def test_an_allocation_of_slurm_is_used(
     assert "n1" not in dry_run("--mpiexec", path, "-n", "8", "train.py")
 
 
-@pytest.mark.parametrize("name", ["Open MPI", "MPICH"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Open MPI", "--bind-to socket"),
+        ("MPICH", "--bind-to socket"),
+        ("Intel MPI", "-bind-to socket"),
+        ("Slurm", "--cpu-bind=sockets"),
+    ],
+)
 def test_binding_of_the_user_replaces_ours(
-    name: str, fake_mpiexec: FakeMpiexec, dry_run: Callable[..., str]
+    name: str, words: str, fake_mpiexec: FakeMpiexec, dry_run: Callable[..., str]
 ) -> None:
-    line = dry_run(
-        "--mpiexec", fake_mpiexec(name), "-n", "2", "--bind-to", "socket", "a.py"
-    )
-    assert line.count("bind-to") == 1
-    assert "--bind-to socket" in line
+    line = dry_run("--mpiexec", fake_mpiexec(name), "-n", "2", *words.split(), "a.py")
+    assert line.count("bind-to ") + line.count("bind=") == 1
+    assert f" {words} " in line
 
 
 def test_the_superuser_may_run_open_mpi(fake_mpiexec: FakeMpiexec) -> None:

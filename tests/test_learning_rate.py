@@ -16,6 +16,7 @@ from distkeras._learning_rate import scale_learning_rate
 from distkeras._learning_rate import scaling_factor
 from distkeras._learning_rate import target_rates
 from distkeras._learning_rate import warm_up_learning_rate
+from distkeras._scaling import Scaling
 
 SIZES = (1, 2, 3, 4)
 
@@ -432,3 +433,8 @@ def test_bad_arguments():
         scale_learning_rate(optimizer, 0)
     with pytest.raises(ValueError, match="0 or more"):
         warm_up_learning_rate(optimizer, -1)
+    for divisor in (0, 0.0, -1):
+        with pytest.raises(ValueError, match="positive number"):
+            warm_up_learning_rate(optimizer, 10, divisor=divisor)
+    with pytest.raises(ValueError, match="Expected .* Pass `steps_per_epoch`"):
+        Scaling("linear", warmup_epochs=2).apply(keras.Sequential(), 2.0, None)

@@ -17,6 +17,7 @@ from equivalence import assert_equal_weights
 from equivalence import build
 from equivalence import samples
 from equivalence import trainer
+from newer_keras import multi_optimizer
 
 import distkeras
 from distkeras._settings import settings_of
@@ -195,10 +196,11 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         distkeras.Trainer("model")
     model = build(OPTIMIZERS["adam"])
     for options, text in (
-        ({"warmup_epochs": -1}, "warmup_epochs=-1"),
+        ({"warmup_epochs": -1}, "Expected .* Received: warmup_epochs=-1"),
         ({"warmup_epochs": float("inf")}, "warmup_epochs=inf"),
         ({"seed": -1}, "seed=-1"),
         ({"learning_rate_scaling": "cubic"}, "cubic"),
+        ({"bucket_bytes": 0}, "Expected .* Received: bucket_bytes=0"),
     ):
         with pytest.raises(ValueError, match=text):
             distkeras.Trainer(model, **options)
@@ -206,12 +208,26 @@ def test_arguments_that_contradict(world: Communicator) -> None:
         name, value = next(iter(options.items()))
         with pytest.raises(ValueError, match=f"`{name}` .* Received: {value!r}"):
             run.fit(x, y, verbose=0, **options)
-    with pytest.raises(TypeError, match="EarlyStopping"):
-        run.fit(x, y, verbose=0, callbacks=[keras.callbacks.EarlyStopping])
+    callbacks: list[Any] = [keras.callbacks.EarlyStopping]
+    for call in (
+        lambda: run.fit(x, y, verbose=0, callbacks=callbacks),
+        lambda: run.evaluate(x, y, verbose=0, callbacks=callbacks),
+        lambda: run.predict(x, verbose=0, callbacks=callbacks),
+    ):
+        with pytest.raises(TypeError, match="Expected instances of .*EarlyStopping"):
+            call()
     with pytest.raises(ValueError, match="`gather` .* 'none'"):
         run.predict(x, gather="none", verbose=0)
     with pytest.raises(ValueError, match="`shard` .* 'none'"):
         run.evaluate(x, y, shard="none", verbose=0)
+
+
+def test_public_names_are_for_users(world: Communicator) -> None:
+    run = trainer(build(OPTIMIZERS["adam"]))
+    methods = {"close", "compile", "evaluate", "fit", "predict", "save", "summary"}
+    settings = {"communicator", "learning_rate_scaling", "model", "warmup_epochs"}
+    names = {name for name in dir(run) if not name.startswith("_")}
+    assert names == methods | settings | {"exchange"}
 
 
 def test_ranks_that_were_called_differently(world: Communicator) -> None:
@@ -396,6 +412,30 @@ def test_settings_that_differ(
         trainer(model).fit(x, x[:, :1] > 0, batch_size=2, verbose=0)
     assert len(set(world.allgather_object(str(error.value)))) == 1
     assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("by", ["map", "function"])
+def test_settings_of_one_of_several_optimizers_that_differ(
+    world: Communicator, by: str
+) -> None:
+    """What a `MultiOptimizer` is made with shows at most the first."""
+    if world.size == 1:
+        pytest.skip("needs a rank to differ from")
+    x, _ = samples(8)
+    last = world.rank == world.size - 1
+    kernels = keras.optimizers.SGD(0.1)
+    biases = keras.optimizers.SGD(0.1, momentum=0.9 - 0.4 * last)
+    if by == "map":
+        optimizer = multi_optimizer(kernels, {".*bias": biases})
+    else:
+        optimizer = multi_optimizer(
+            lambda variable: biases if variable.path.endswith("bias") else kernels
+        )
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    text = r"optimizer [23] \(SGD\): momentum=0.[95]\n"
+    with pytest.raises(distkeras.MismatchError, match=text):
+        trainer(model).fit(x, x[:, :1], batch_size=2, verbose=0)
 
 
 def test_settings_that_may_differ(world: Communicator) -> None:

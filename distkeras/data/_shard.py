@@ -17,6 +17,8 @@ from distkeras.communicators._agreement import collectively
 from distkeras.communicators._base import Communicator
 from distkeras.data._base import Part
 from distkeras.data._base import ShardedData
+from distkeras.data._options import check_batch_sizes
+from distkeras.data._options import check_shard
 from distkeras.data._order import Shuffle
 
 
@@ -60,8 +62,8 @@ def shard(
         seed: decides the order together with the number of the pass.
         training: whether all ranks need the same number of steps. False for
             `evaluate` and `predict`.
-        shard: "auto", or False where the data is already this rank's own. Then
-            nothing is dealt; in training the number of steps is still agreed.
+        shard: "auto" or True, or False where the data is already this rank's own.
+            Then nothing is dealt; in training the number of steps is still agreed.
 
     Returns:
         A Keras data adapter, to be passed as `x`.
@@ -79,11 +81,7 @@ def shard(
         _agree_on_data(communicator, x)
         x.settle(communicator)
         return x
-    if shard is True:
-        shard = "auto"
-    if shard not in ("auto", False):
-        raise ValueError(f"Expected `shard` to be 'auto' or False. Received: {shard!r}")
-
+    check_shard(shard)
     own = shard is False
     part = Part(
         rank=0 if own else communicator.rank,
@@ -219,12 +217,7 @@ def _check_counts(
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"Expected `{name}` to be at least 1. Received: {value}")
-    if batch_size is not None and global_batch_size is not None:
-        raise ValueError(
-            "Expected either `batch_size` (samples a step and rank) or "
-            "`global_batch_size` (samples a step over all ranks). Received both: "
-            f"batch_size={batch_size}, global_batch_size={global_batch_size}"
-        )
+    check_batch_sizes(batch_size, global_batch_size)
 
 
 def _same_error_everywhere(

@@ -17,7 +17,6 @@ from distkeras.data._tf_order import files_of_caches
 from distkeras.data._tf_order import has_order_of_its_own
 
 _INFINITE = -1
-_UNKNOWN = -2
 # Steps of a pass that has no end: more than any run takes.
 _FOREVER = 1 << 62
 

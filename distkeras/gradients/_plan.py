@@ -225,8 +225,9 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
     whole = isinstance(bucket_bytes, (int, np.integer))
     if not whole or isinstance(bucket_bytes, bool) or bucket_bytes <= 0:
         raise ValueError(
-            "`bucket_bytes` must be a positive number of bytes, or None. "
-            f"Received: bucket_bytes={bucket_bytes}"
+            "Expected `bucket_bytes` to be a whole number of bytes from 1 up, or None. "
+            f"Received: bucket_bytes={bucket_bytes!r}. None, the default, chooses by a "
+            "measurement."
         )
 
 

@@ -29,10 +29,10 @@ Status = Literal["ok", "none", "note", "missing", "broken"]
 
 # Seconds. TensorFlow's first import from a cold network disk takes a minute.
 _LIMIT = 120.0
-_OLDEST_PYTHON = (3, 11)
+_OLDEST_PYTHON = (3, 11)  # as pyproject.toml has them, all three
+_OLDEST_KERAS = (3, 12)
+_OLDEST_TENSORFLOW = (2, 18)
 _SCARCE_SHARED_MEMORY = 32 << 20
-_TENSORFLOW = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-rocm")
-_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 
 
@@ -88,8 +88,8 @@ def check_python() -> Check:
     version = platform.python_version()
     text = f"{version}, {sys.executable}"
     if sys.version_info < _OLDEST_PYTHON:
-        oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return Check("Python", "broken", f"{text}; expected {oldest} or newer")
+        text += f"; expected {_dotted(_OLDEST_PYTHON)} or newer"
+        return Check("Python", "broken", text)
     return Check("Python", "ok", text, details={"version": version})
 
 
@@ -101,13 +101,14 @@ def check_frameworks(environ: Mapping[str, str], gpu: bool) -> list[Check]:
     answer = _probes.Answer({}, None, "")
     if has_keras or has_tensorflow:
         answer = _probes.ask(_probes.FRAMEWORKS, word, environ=quiet, limit=_LIMIT)
-    bring = pip("tensorflow[and-cuda]>=2.18" if gpu else "tensorflow-cpu>=2.18")
+    package = "tensorflow[and-cuda]" if gpu else "tensorflow-cpu"
+    bring = pip(f"{package}>={_dotted(_OLDEST_TENSORFLOW)}")
     if not has_tensorflow:
         tensorflow = Check("TensorFlow", "missing", "not installed", remedy=bring)
     else:
         tensorflow = _tensorflow(answer.get("tensorflow"), gpu, bring)
     if not has_keras:
-        remedy = pip("keras>=3.10")
+        remedy = pip(f"keras>={_dotted(_OLDEST_KERAS)}")
         return [Check("Keras", "missing", "not installed", remedy=remedy), tensorflow]
     return [_keras(answer.get("keras"), tensorflow), tensorflow]
 
@@ -122,9 +123,11 @@ def _keras(found: Mapping[str, Any], tensorflow: Check) -> Check:
         text = f"cannot be imported: {found['error']}"
         return Check("Keras", "broken", text, remedy=pip("-U", "keras"))
     text = f"{found['version']}, backend {found['backend']}"
-    if _numbers(found["version"]) < (3, 10):
-        text += "; expected 3.10 or newer"
-        return Check("Keras", "broken", text, remedy=pip("keras>=3.10"), details=found)
+    if _numbers(found["version"]) < _OLDEST_KERAS:
+        oldest = _dotted(_OLDEST_KERAS)
+        text += f"; expected {oldest} or newer"
+        remedy = pip(f"keras>={oldest}")
+        return Check("Keras", "broken", text, remedy=remedy, details=found)
     if found["backend"] != "tensorflow":
         text += "; more than one rank needs the backend tensorflow"
         remedy = "export KERAS_BACKEND=tensorflow"
@@ -139,6 +142,9 @@ def _tensorflow(found: Mapping[str, Any], gpu: bool, bring: str) -> Check:
     text = f"{found['version']}, " + (
         f"sees {found['gpus']} GPUs" if found["cuda"] else "for CPU"
     )
+    if _numbers(found["version"]) < _OLDEST_TENSORFLOW:
+        text += f"; expected {_dotted(_OLDEST_TENSORFLOW)} or newer"
+        return Check("TensorFlow", "broken", text, remedy=bring, details=found)
     if gpu and not found["gpus"]:
         text += "; this machine's GPUs stay unused"
         return Check("TensorFlow", "note", text, remedy=bring, details=found)
@@ -149,11 +155,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Returns the leading numbers of a version.
 
     Example:
-        >>> _numbers("3.10.0rc1")
-        (3, 10, 0)
+        >>> _numbers("3.12.0rc1")
+        (3, 12, 0)
     """
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def check_mpi(environ: Mapping[str, str]) -> list[Check]:

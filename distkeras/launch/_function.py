@@ -90,6 +90,10 @@ def run(
         RankError: a rank ended otherwise: killed, or by `sys.exit` with an error.
         pickle.PicklingError: the function, an argument or a result cannot be
             carried; names the part that cannot.
+        pickle.UnpicklingError: a rank cannot read the function or an argument, or
+            this process a result: not both can import what it is made of.
+        TypeError: `fn` is no function, `args` no sequence or `kwargs` no dict.
+        ValueError: `n` is no number of ranks.
         LaunchError: no ranks can be started: there is no MPI, or this process is one
             of several ranks itself.
 
@@ -311,12 +315,13 @@ def _raise(failures: Sequence[dict[str, Any]], size: int) -> NoReturn:
     also = [str(failure["rank"]) for failure in failures[1:]]
     note = f"raised on {where}" + (f"; later also on {', '.join(also)}" if also else "")
     cause = RankTraceback(f"on {where}:\n\n{first['text']}")
+    error: Exception = RankError(f"{note}: {_last_line(first['text'])}")
     if first["exception"] is not None:
+        # It may be an UnpicklingError itself: raised only after this.
         with contextlib.suppress(pickle.UnpicklingError):
             error = _payload.load(first["exception"], "the exception")
             error.add_note(note)
-            raise error from cause
-    raise RankError(f"{note}: {_last_line(first['text'])}") from cause
+    raise error from cause
 
 
 def _last_line(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distkeras._launcher import expand_counts
 from distkeras.launch._mpiexec import LaunchError
 
 # Variables in which MPI launchers and schedulers name a file with hosts.
@@ -230,28 +231,6 @@ def _expand_node(word: str) -> list[str]:
     return [
         f"{head}{number}{rest}" for number in numbers for rest in _expand_node(tail)
     ]
-
-
-def expand_counts(text: str) -> list[int]:
-    """Expands Slurm's short form of a number for each node.
-
-    Args:
-        text: such as `SLURM_TASKS_PER_NODE` holds.
-
-    Returns:
-        The numbers; empty if `text` is no such list.
-
-    Example:
-        >>> expand_counts("2(x3),1")
-        [2, 2, 2, 1]
-    """
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return []
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
 
 
 def total(hosts: Sequence[Host]) -> int | None:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distkeras._errors import DistkerasError
+from distkeras._exit import STATUS
+from distkeras._launcher import ELASTIC
 
 
 class LaunchError(DistkerasError, RuntimeError):
@@ -30,8 +32,9 @@ class Flavour:
     Attributes:
         name: as its makers write it.
         signature: a pattern in the output of `mpiexec --version`.
-        flags: always given. No binding to cores: TensorFlow's threads would all
-            share the core of their rank. More ranks than cores are allowed.
+        binding: given unless the user chooses one. None to cores: TensorFlow's
+            threads would all share the core of their rank.
+        flags: always given. More ranks than cores are allowed.
         tag: makes it put the rank before each line of output.
         environ: variables the ranks need, unless the user has set them.
         environ_root: the same, needed only by the superuser.
@@ -46,6 +49,7 @@ class Flavour:
 
     name: str
     signature: str
+    binding: tuple[str, ...]
     flags: tuple[str, ...]
     tag: tuple[str, ...]
     environ: Mapping[str, str]
@@ -62,7 +66,8 @@ FLAVOURS = (
     Flavour(
         name="Open MPI",
         signature=r"Open ?MPI|OpenRTE|PRRTE|prterun",
-        flags=("--bind-to", "none", "--oversubscribe"),
+        binding=("--bind-to", "none"),
+        flags=("--oversubscribe",),
         tag=("--tag-output",),
         environ={
             # Ranks that wait give their core to those that compute.
@@ -83,6 +88,7 @@ FLAVOURS = (
     Flavour(
         name="Intel MPI",
         signature=r"Intel\(R\) MPI",
+        binding=(),  # by the environment
         flags=(),
         tag=("-prepend-rank",),
         environ={"I_MPI_PIN": "0", "I_MPI_THREAD_YIELD": "2"},
@@ -95,7 +101,8 @@ FLAVOURS = (
     Flavour(
         name="MPICH",
         signature=r"HYDRA|MPICH",
-        flags=("-bind-to", "none"),
+        binding=("-bind-to", "none"),
+        flags=(),
         tag=("-prepend-rank",),
         environ={},
         environ_root={},
@@ -108,7 +115,8 @@ FLAVOURS = (
     Flavour(
         name="Slurm",
         signature=r"^slurm ",
-        flags=("--cpu-bind=none",),
+        binding=("--cpu-bind=none",),
+        flags=(),
         tag=("--label",),
         environ={},
         environ_root={},
@@ -241,11 +249,10 @@ def command(
             f"{mpiexec.path} is of {flavour.name}. Use `--max-restarts R` instead: it "
             "starts the job again, which goes on from its last checkpoint."
         )
-    flags = [*flavour.flags, *(flavour.elastic if elastic else ())]
-    if any("bind-to" in word for word in extra):
-        # Given twice, Open MPI and MPICH refuse to start.
-        position = next(i for i, word in enumerate(flags) if "bind-to" in word)
-        del flags[position : position + 2]
+    # Given twice, Open MPI and MPICH refuse to start.
+    bound = any("bind-to" in word or "cpu-bind" in word for word in extra)
+    flags = [*(() if bound else flavour.binding), *flavour.flags]
+    flags += flavour.elastic if elastic else ()
     elsewhere = list(flavour.export) if hosts else []
     if hosts and flavour.export_each is not None:
         for name in export:
@@ -319,7 +326,8 @@ def environment(
 # of the user begin alike, and stay.
 _OF_A_JOB = re.compile(
     r"(OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HYDI?_|MPI_LOCAL"
-    r"|MV2_COMM_WORLD_|SLURM_PROCID$|SLURM_LOCALID$|SLURM_STEP_)"
+    r"|MV2_COMM_WORLD_|SLURM_PROCID$|SLURM_LOCALID$|SLURM_STEP_"
+    rf"|{ELASTIC}$|{STATUS}$)"
 )
 
 
