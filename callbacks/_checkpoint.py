@@ -42,7 +42,8 @@ class Checkpoint(keras.callbacks.Callback):
         directory: of the checkpoints. Only rank 0 needs to see it.
         every_steps: steps between checkpoints; None for none within epochs.
         every_epochs: epochs between checkpoints; None for none at their ends.
-        keep: how many checkpoints to keep, the newest; and the best one.
+        keep: how many checkpoints to keep, the newest; and the best one. None keeps
+            all.
         monitor: name of a value in the logs, such as `"val_loss"`, that tells the
             best epoch. A best epoch is always written. None for no best one. Epochs
             without a validation, as of `validation_freq`, are none.
@@ -69,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):
         *,
         every_steps: int | None = None,
         every_epochs: int | None = 1,
-        keep: int = 3,
+        keep: int | None = 3,
         monitor: str | None = None,
         mode: Literal["auto", "min", "max"] = "auto",
         background: bool = True,
@@ -84,7 +85,7 @@ class Checkpoint(keras.callbacks.Callback):
         for name, value in counts.items():
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(
-                    f"Expected `{name}` to be an integer from 1 up. Received: "
+                    f"Expected `{name}` to be an integer from 1 up, or None. Received: "
                     f"{name}={value!r}"
                 )
         if mode not in ("auto", "min", "max"):

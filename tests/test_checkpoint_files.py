@@ -171,6 +171,14 @@ def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> Non
         Checkpoint(tmp_path, **options)
 
 
+def test_all_are_kept_on_request(world: Communicator, tmp_path: Path) -> None:
+    """None removed all, the one just written too."""
+    data = samples(4 * world.size)
+    fit(build(sgd), data, epochs=5, callbacks=[Checkpoint(tmp_path, keep=None)])
+    numbers = [_files.sequence(path) for path in _files.listed(tmp_path)]
+    assert numbers == ([5, 4, 3, 2, 1] if world.rank == 0 else [])
+
+
 def test_numbers_of_numpy(world: Communicator, tmp_path: Path) -> None:
     """As they come of `len(x) // steps` and the like: JSON would not hold them."""
     data, two = samples(4 * world.size), np.int64(2)
