@@ -46,7 +46,8 @@ class Checkpoint(keras.callbacks.Callback):
             all.
         monitor: name of a value in the logs, such as `"val_loss"`, that tells the
             best epoch. A best epoch is always written. None for no best one. Epochs
-            without a validation, as of `validation_freq`, are none.
+            without a validation, as of `validation_freq`, are none. Rank 0's logs
+            count.
         mode: `"min"` or `"max"`, which is best; `"auto"` guesses by the name.
         background: whether training goes on while the file is written. The state is
             copied before.

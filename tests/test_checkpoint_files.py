@@ -349,6 +349,46 @@ def test_the_best_of_epochs_with_a_validation(
     assert f"-epoch-{epoch}-" in str(best.best_file)
 
 
+class Scores(keras.callbacks.Callback):
+    """Logs a number that rises on rank 0 and falls on others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.sign = 1 if rank == 0 else -1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["score"] = self.sign * (epoch + 1.0)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_rank_0_tells_the_best_epoch(
+    world: Communicator, tmp_path: Path, alone: bool
+) -> None:
+    """Each rank decided by its own logs, and some wrote without the others."""
+    data = samples(4 * world.size)
+    best = Checkpoint(tmp_path, every_epochs=None, monitor="score", mode="max")
+    scores = Scores(world.rank)
+    if alone:
+        distkeras.callbacks.on_rank_zero(scores)
+    fit(build(sgd), data, epochs=3, callbacks=[scores, best])
+    assert world.allgather_object(best.best) == [3.0] * world.size
+    assert best.best_file == "checkpoint-000003-epoch-3-step-0.npz"
+
+
+@pytest.mark.parametrize("value", [None, "high"])
+def test_what_rank_0_cannot_compare_is_an_error_everywhere(
+    world: Communicator, tmp_path: Path, value: str | None
+) -> None:
+    def log(epoch: int, logs: dict[str, Any]) -> None:
+        logs.update({} if value is None and world.rank == 0 else {"score": value})
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=log)
+    data = samples(4 * world.size)
+    best = Checkpoint(tmp_path, monitor="score", mode="max")
+    with pytest.raises(distkeras.CheckpointError, match=value or "score"):
+        fit(build(sgd), data, callbacks=[callback, best])
+
+
 def test_last_ones_and_the_best_are_kept(world: Communicator, tmp_path: Path) -> None:
     """Each rank has a folder of its own: the others' stay empty, none is missed."""
     data = samples(8 * world.size)
