@@ -8,6 +8,7 @@ import pathlib
 import signal
 import threading
 import warnings
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from numbers import Integral
@@ -19,6 +20,7 @@ import keras
 VALIDATION = "val_"
 """Before the names of what Keras logs of a validation."""
 
+_CAUGHT = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _LARGER_IS_BETTER = ("acc", "accuracy", "auc", "precision", "recall", "f1_score")
 
 
@@ -93,9 +95,11 @@ class Checkpoint(keras.callbacks.Callback):
             raise ValueError(
                 f"Expected `mode` to be 'auto', 'min' or 'max'. Received: {mode!r}"
             )
-        if {signal.SIGKILL, signal.SIGSTOP} & set(signals):
+        numbers = tuple(signals) if isinstance(signals, Iterable) else (None,)
+        if not _CAUGHT.issuperset(numbers):
             raise ValueError(
-                "Expected `signals` that a process can catch. Received: "
+                "Expected `signals` to be a sequence of signals that a process can "
+                "catch, such as `(signal.SIGTERM,)`; `()` for none. Received: "
                 f"signals={signals!r}"
             )
         self.directory = pathlib.Path(directory)
@@ -108,7 +112,7 @@ class Checkpoint(keras.callbacks.Callback):
             mode = "max" if larger else "min"
         self.mode = mode
         self.background = background
-        self.signals = tuple(signals)
+        self.signals = numbers
         self.best: float | None = None
         self.best_file: str | None = None
         self._received = 0
@@ -149,16 +153,16 @@ class Checkpoint(keras.callbacks.Callback):
         """While inside, `fit` may run, and the signals are caught."""
         self._received, self._attached, self._process = 0, True, os.getpid()
         before = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in self.signals:
-                before[number] = signal.signal(number, self._receive)
-        elif self.signals:
-            warnings.warn(
-                "Signals are not caught: training does not run in the main thread, "
-                "and only there Python lets them be.",
-                stacklevel=2,
-            )
         try:
+            if threading.current_thread() is threading.main_thread():
+                for number in self.signals:
+                    before[number] = signal.signal(number, self._receive)
+            elif self.signals:
+                warnings.warn(
+                    "Signals are not caught: training does not run in the main thread, "
+                    "and only there Python lets them be.",
+                    stacklevel=2,
+                )
             yield
         finally:
             for number, handler in before.items():

@@ -164,6 +164,9 @@ def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None
         {"every_epochs": 1.5},
         {"mode": "up"},
         {"signals": (signal.SIGKILL,)},
+        {"signals": signal.SIGTERM},
+        {"signals": (signal.SIGTERM, 999)},
+        {"signals": ("SIGTERM",)},
     ],
 )
 def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> None:
