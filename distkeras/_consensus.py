@@ -8,7 +8,6 @@ learning rate to go on, is agreed after all callbacks have run.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from distkeras._accumulated import part
 from distkeras._learning_rate import has_settable_rate
 from distkeras._learning_rate import set_target_rate
 from distkeras._learning_rate import target_rates
+from distkeras._logging import LOGGER
 from distkeras._statistics import average_moving_statistics
 from distkeras.backends._optimizers import inner_optimizers
 from distkeras.communicators import Communicator
@@ -217,24 +217,24 @@ class Consensus(keras.callbacks.Callback):
             if len(set(digests)) > 1
         ]
         _broadcast(differ, self._communicator)
-        # Last: where warnings are errors, no rank may be left in a collective.
+        # Not `warnings.warn`, which may be made to raise, on this rank alone.
         if self._communicator.rank != 0:
             return
         weights = [v.path for v in differ if id(v) in trainable]
         states = [v.path for v in differ if id(v) not in trainable]
         if weights:
-            warnings.warn(
+            LOGGER.warning(
                 "Weights differ between ranks when training ends, as if a callback "
                 "had changed them (EarlyStopping with a monitor that differs "
-                f"between ranks?): {weights}. Rank 0's are taken.",
-                stacklevel=2,
+                "between ranks?): %s. Rank 0's are taken.",
+                weights,
             )
         if states:
-            warnings.warn(
+            LOGGER.warning(
                 "State that is not trained differs between ranks when training ends, "
-                f"since each rank has seen other examples: {states}. Rank 0's is "
+                "since each rank has seen other examples: %s. Rank 0's is "
                 "taken. Variables made with `aggregation='mean'` are averaged.",
-                stacklevel=2,
+                states,
             )
 
     def _take_rates(self, gathered: Sequence[np.ndarray]) -> None:
@@ -246,12 +246,13 @@ class Consensus(keras.callbacks.Callback):
             other = next(
                 r for r, v in enumerate(gathered) if list(v) != list(gathered[0])
             )
-            warnings.warn(
+            LOGGER.warning(
                 "Learning rates differ between ranks after the callbacks of an epoch: "
-                f"{gathered[0].tolist()} on rank 0, {gathered[other].tolist()} on rank "
-                f"{other}. Rank 0's are taken. A callback that sets the rate must do "
-                "so alike on every rank.",
-                stacklevel=2,
+                "%s on rank 0, %s on rank %d. Rank 0's are taken. A callback that sets "
+                "the rate must do so alike on every rank.",
+                gathered[0].tolist(),
+                gathered[other].tolist(),
+                other,
             )
         self._warned = True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ def find(
         texts = [f"Damaged checkpoint, passed over: {text}" for text in damaged]
     received = _distribute(found, communicator)
     for text in texts:
-        warnings.warn(text, stacklevel=3)
+        LOGGER.warning(text)
     if received is None:
         LOGGER.info("resume='auto': no checkpoint in %s, training begins", place)
         return None
