@@ -80,6 +80,7 @@ def survives(
                 self.follow_world()
         finally:
             self.commits = None
+            commits.close()
 
     return call
 
