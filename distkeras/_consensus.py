@@ -7,8 +7,10 @@ learning rate to go on, is agreed after all callbacks have run.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
@@ -137,12 +139,29 @@ def arrange_callbacks(
         WholeGradients(communicator),
     ]
     for callback in filter_callbacks(callbacks, 0):
-        if communicator.rank > 0 and isinstance(callback, _TALKING):
-            callback.verbose = 0  # rank 0 says the same
         arranged += filter_callbacks([callback], communicator.rank)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             arranged.append(RestoreEverywhere(communicator))
     return [*arranged, Consensus(communicator, exchange_flags)]
+
+
+@contextlib.contextmanager
+def rank_zero_talks(callbacks: Iterable[Any] | None, rank: int) -> Iterator[None]:
+    """While inside, what runs on all ranks and prints what it does does so on rank 0.
+
+    Args:
+        callbacks: as `fit` takes them.
+        rank: of this process.
+    """
+    talking = [c for c in filter_callbacks(callbacks, rank) if isinstance(c, _TALKING)]
+    before = [(callback, callback.verbose) for callback in talking]
+    for callback in talking:
+        callback.verbose = callback.verbose if rank == 0 else 0
+    try:
+        yield
+    finally:  # this process may be rank 0 of the next `fit`
+        for callback, verbose in before:
+            callback.verbose = verbose
 
 
 class Consensus(keras.callbacks.Callback):

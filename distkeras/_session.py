@@ -20,6 +20,7 @@ from distkeras import backends
 from distkeras._boards import Boards
 from distkeras._boards import boards_among
 from distkeras._consensus import arrange_callbacks
+from distkeras._consensus import rank_zero_talks
 from distkeras._figures import FigureKeeper
 from distkeras._learning_rate import warms_up
 from distkeras._logging import LOGGER
@@ -249,6 +250,7 @@ class Session:
                 test_function=functions.test,
             ),
             self._own_evaluations(),
+            rank_zero_talks(callbacks, self.communicator.rank),
             going_on.active(),
         ):
             yield arranged

@@ -391,3 +391,5 @@ def test_callbacks_that_steer_print_on_rank_0_alone(
     text = capsys.readouterr().out
     own = [text.count(word) for word in ("Scheduler", "Plateau", "early stopping")]
     assert own == ([3, 2, 1] if world.rank == 0 else [0, 0, 0]), text
+    # The process may be rank 0 of the next `fit`.
+    assert [callback.verbose for callback in callbacks] == [1, 1, 1]
