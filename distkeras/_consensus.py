@@ -227,7 +227,7 @@ class Consensus(keras.callbacks.Callback):
         """Makes weights equal that a callback changed on some ranks, and states."""
         model = self.model
         trainable = {id(variable) for variable in model.trainable_variables}
-        variables = _shared_variables(model)
+        variables = shared_variables(model)
         mine = [hashlib.blake2b(_array(v).tobytes()).digest() for v in variables]
         gathered = self._communicator.allgather_object(mine)
         differ = [
@@ -339,7 +339,7 @@ class RestoreEverywhere(keras.callbacks.Callback):
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        variables = _shared_variables(model)
+        variables = shared_variables(model)
         variables += [] if optimizer is None else optimizer.variables
         _broadcast(variables, self._communicator)
         if optimizer is not None:  # the file holds them whole
@@ -350,7 +350,7 @@ class RestoreEverywhere(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
 
-def _shared_variables(model: keras.Model) -> list[Any]:
+def shared_variables(model: keras.Model) -> list[Any]:
     """Returns a model's variables but for the seeds, which differ by rank."""
     return [v for v in model.variables if "seed_generator_state" not in v.path]
 

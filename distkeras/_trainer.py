@@ -399,12 +399,12 @@ class Trainer:
                 callbacks=callbacks,
             )
         data = self._deal((x,), "predict", callbacks, batch_size, steps, shard)
-        self._session.equalise(data, predicts=True)
-        local = self.model.predict(
-            data,
-            verbose=self._verbose(verbose),
-            callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
-        )
+        with self._session.equalised(data, predicts=True):
+            local = self.model.predict(
+                data,
+                verbose=self._verbose(verbose),
+                callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
+            )
         return data_.gather_predictions(local, data, self.communicator, to=gather)
 
     @survives

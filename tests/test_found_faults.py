@@ -436,6 +436,51 @@ def test_a_callback_asks_the_trainer(world: Communicator, predicts: bool) -> Non
     assert "evaluate" not in vars(model)
 
 
+def _dropping(dropout: bool) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    layers += [keras.layers.Dropout(0.5)] * dropout
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(_sgd(), loss)
+    return model
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_asking_in_the_middle_of_an_epoch_changes_nothing(
+    world: Communicator, dropout: bool
+) -> None:
+    """Moving statistics became rank 0's, and masks began anew."""
+    x, y = samples(16 * world.size)
+    left, answers = [], []
+    for asks in (False, True):
+        model = _dropping(dropout)
+        run = trainer(model, seed=2)
+
+        def ask(batch: int, logs: Any, run: Any = run) -> None:
+            answers.append(run.evaluate(x, y, batch_size=4, verbose=0))
+            run.predict(x, batch_size=4, verbose=0)
+
+        ask_often = keras.callbacks.LambdaCallback(on_train_batch_end=ask)
+        callbacks = [ask_often] if asks else []
+        run.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+        left.append([variable.numpy().tobytes() for variable in model.variables])
+    assert left[0] == left[1]
+    assert world.allgather_object(answers) == [answers] * world.size
+
+
+def test_asking_after_dropout_sends_no_weights(world: Communicator) -> None:
+    """The states of random numbers differ by rank, and all was sent for them."""
+    x, y = samples(8 * world.size)
+    model = _dropping(True)
+    run = trainer(model)
+    run.fit(x, y, batch_size=4, verbose=0)
+    before = [variable.numpy().tolist() for variable in model.variables]
+    run.evaluate(x, y, verbose=0)
+    run.predict(x, verbose=0)
+    assert [variable.numpy().tolist() for variable in model.variables] == before
+
+
 def test_fit_draws_nothing_of_a_seeded_script(world: Communicator) -> None:
     """Initial weights made afterwards were others than those of one process."""
     x, y = samples(8 * world.size)
