@@ -131,7 +131,9 @@ def find(
         return _newest(place, damaged, needed=not auto)
 
     try:
-        found = collectively(communicator, reading_the_checkpoint)
+        found = collectively(
+            communicator, reading_the_checkpoint, error=CheckpointError
+        )
     finally:
         # Last where it raises too: no rank may be left in a collective.
         texts = [f"Damaged checkpoint, passed over: {text}" for text in damaged]

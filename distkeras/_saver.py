@@ -78,7 +78,9 @@ class Saver(keras.callbacks.Callback):
                     map(_files.sequence, _files.listed(folder)), default=0
                 )
 
-        collectively(self._communicator, preparing_the_checkpoints)
+        collectively(
+            self._communicator, preparing_the_checkpoints, error=CheckpointError
+        )
         # All ranks name the best one.
         self._number = self._communicator.broadcast_object(self._number)
         self._take(metrics=True)  # traces now what else the first one would

@@ -238,7 +238,7 @@ class Trainer:
             CommunicatorError: on every rank, if one cannot deal its data or write its
                 files, or has ended; names the rank and its error.
             CheckpointError: on every rank, if there is no usable checkpoint at the
-                path that `resume` names.
+                path that `resume` names, or one cannot be written.
             ReplicaDriftError: on every rank, at the end of an epoch, if gradients
                 were not exchanged or weights are no longer equal.
 

@@ -202,7 +202,7 @@ def test_wrong_use_is_told(world: Communicator, tmp_path: Path) -> None:
         model.fit(x, y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     with pytest.raises(ValueError, match="resume='auto'"):
         fit(model, (x, y), resume="auto")
-    with pytest.raises(distkeras.CommunicatorError, match="usable checkpoint"):
+    with pytest.raises(distkeras.CheckpointError, match="usable checkpoint"):
         fit(model, (x, y), resume=tmp_path)
 
 
@@ -263,11 +263,7 @@ def test_none_that_can_be_used_is_an_error(
     if world.rank == 0:
         for path in _files.listed(tmp_path_shared):
             path.write_bytes(path.read_bytes()[:-9])
-    with (
-        pytest.raises(distkeras.CommunicatorError, match="usable checkpoint")
-        if world.rank
-        else pytest.raises(Exception, match="usable checkpoint"),
-    ):
+    with pytest.raises(distkeras.CheckpointError, match="usable checkpoint"):
         fit(build(sgd), data, callbacks=callbacks, resume="auto")
     world.barrier()
     assert len(_files.listed(tmp_path_shared)) == 1
@@ -296,6 +292,14 @@ def no_room(after: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_is_a_file_is_an_error_on_every_rank(
+    world: Communicator, tmp_path: Path
+) -> None:
+    (taken := tmp_path / "taken").touch()
+    with pytest.raises(distkeras.CheckpointError, match="FileExistsError.*taken"):
+        fit(build(sgd), samples(4 * world.size), callbacks=[Checkpoint(taken)])
 
 
 class Full(keras.callbacks.Callback):
