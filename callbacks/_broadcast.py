@@ -13,6 +13,7 @@ from distkeras import backends
 from distkeras.communicators import Communicator
 from distkeras.communicators import agree
 from distkeras.communicators import world
+from distkeras.communicators._checks import check_root
 from distkeras.gradients import canonical_path
 
 
@@ -83,8 +84,8 @@ def broadcast_variables(
         communicator: the ranks that take part; by default all of them.
 
     Raises:
-        MismatchError: on every rank, naming the first variable that differs in path,
-            shape or dtype.
+        MismatchError: on every rank, if they name different roots, or naming the first
+            variable that differs in path, shape or dtype.
         ValueError: on every rank, if `root` is no rank.
 
     Example:
@@ -94,17 +95,19 @@ def broadcast_variables(
         ```
     """
     group = communicator or world()
-    if group.size == 1:
-        return
     listed = list(variables)
+    rows = [
+        f"{n} {canonical_path(v)}: {tuple(v.shape)} {v.dtype}"
+        for n, v in enumerate(listed)
+    ]
     agree(
         group,
-        "the variables to broadcast (path, shape and dtype, in order)",
-        [
-            f"{n} {canonical_path(v)}: {tuple(v.shape)} {v.dtype}"
-            for n, v in enumerate(listed)
-        ],
+        "the variables to broadcast (root; path, shape and dtype, in order)",
+        [f"root={root!r}", *rows],
     )
+    check_root(root, group.size)
+    if group.size == 1:
+        return
     generators = [v for v in listed if _is_seed_state(v)]
     for variable in listed:
         value = np.array(keras.ops.convert_to_numpy(variable.value))

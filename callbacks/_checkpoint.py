@@ -8,6 +8,7 @@ import pathlib
 import signal
 import threading
 import warnings
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from numbers import Integral
@@ -19,6 +20,7 @@ import keras
 VALIDATION = "val_"
 """Before the names of what Keras logs of a validation."""
 
+_CAUGHT = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _LARGER_IS_BETTER = ("acc", "accuracy", "auc", "precision", "recall", "f1_score")
 
 
@@ -42,10 +44,12 @@ class Checkpoint(keras.callbacks.Callback):
         directory: of the checkpoints. Only rank 0 needs to see it.
         every_steps: steps between checkpoints; None for none within epochs.
         every_epochs: epochs between checkpoints; None for none at their ends.
-        keep: how many checkpoints to keep, the newest; and the best one.
+        keep: how many checkpoints to keep, the newest; and the best one. None keeps
+            all.
         monitor: name of a value in the logs, such as `"val_loss"`, that tells the
             best epoch. A best epoch is always written. None for no best one. Epochs
-            without a validation, as of `validation_freq`, are none.
+            without a validation, as of `validation_freq`, are none. Rank 0's logs
+            count.
         mode: `"min"` or `"max"`, which is best; `"auto"` guesses by the name.
         background: whether training goes on while the file is written. The state is
             copied before.
@@ -69,7 +73,7 @@ class Checkpoint(keras.callbacks.Callback):
         *,
         every_steps: int | None = None,
         every_epochs: int | None = 1,
-        keep: int = 3,
+        keep: int | None = 3,
         monitor: str | None = None,
         mode: Literal["auto", "min", "max"] = "auto",
         background: bool = True,
@@ -84,16 +88,18 @@ class Checkpoint(keras.callbacks.Callback):
         for name, value in counts.items():
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ValueError(
-                    f"Expected `{name}` to be an integer from 1 up. Received: "
+                    f"Expected `{name}` to be an integer from 1 up, or None. Received: "
                     f"{name}={value!r}"
                 )
         if mode not in ("auto", "min", "max"):
             raise ValueError(
                 f"Expected `mode` to be 'auto', 'min' or 'max'. Received: {mode!r}"
             )
-        if {signal.SIGKILL, signal.SIGSTOP} & set(signals):
+        numbers = tuple(signals) if isinstance(signals, Iterable) else (None,)
+        if not _CAUGHT.issuperset(numbers):
             raise ValueError(
-                "Expected `signals` that a process can catch. Received: "
+                "Expected `signals` to be a sequence of signals that a process can "
+                "catch, such as `(signal.SIGTERM,)`; `()` for none. Received: "
                 f"signals={signals!r}"
             )
         self.directory = pathlib.Path(directory)
@@ -106,7 +112,7 @@ class Checkpoint(keras.callbacks.Callback):
             mode = "max" if larger else "min"
         self.mode = mode
         self.background = background
-        self.signals = tuple(signals)
+        self.signals = numbers
         self.best: float | None = None
         self.best_file: str | None = None
         self._received = 0
@@ -147,16 +153,16 @@ class Checkpoint(keras.callbacks.Callback):
         """While inside, `fit` may run, and the signals are caught."""
         self._received, self._attached, self._process = 0, True, os.getpid()
         before = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in self.signals:
-                before[number] = signal.signal(number, self._receive)
-        elif self.signals:
-            warnings.warn(
-                "Signals are not caught: training does not run in the main thread, "
-                "and only there Python lets them be.",
-                stacklevel=2,
-            )
         try:
+            if threading.current_thread() is threading.main_thread():
+                for number in self.signals:
+                    before[number] = signal.signal(number, self._receive)
+            elif self.signals:
+                warnings.warn(
+                    "Signals are not caught: training does not run in the main thread, "
+                    "and only there Python lets them be.",
+                    stacklevel=2,
+                )
             yield
         finally:
             for number, handler in before.items():

@@ -74,14 +74,16 @@ def remove_unfinished(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def remove_old(folder: Path, *, keep: int, besides: Iterable[str] = ()) -> None:
+def remove_old(folder: Path, *, keep: int | None, besides: Iterable[str] = ()) -> None:
     """Removes all checkpoints but the newest ones.
 
     Args:
         folder: of the checkpoints.
-        keep: how many to leave.
+        keep: how many to leave; None for all.
         besides: names of others to leave.
     """
+    if keep is None:
+        return
     spared = set(besides)
     for path in listed(folder)[keep:]:
         if path.name not in spared:

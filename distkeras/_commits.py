@@ -9,6 +9,7 @@ another but what the metrics of all ranks add up to.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from distkeras._position import Position
 from distkeras._resumption import Resized
 from distkeras._resumption import Resumption
 from distkeras._training_run import TrainingRun
+from distkeras.callbacks._checkpoint import Checkpoint
 from distkeras.communicators import Communicator
 from distkeras.communicators import SingleCommunicator
 
@@ -84,6 +86,23 @@ class Commits:
         self._users: Sequence[keras.callbacks.Callback] = ()
         self._states: dict[str, Any] = {}
         self._went_back_to: int | None = None
+        self._attached: list[Checkpoint] = []
+        self._until_the_end = contextlib.ExitStack()
+
+    def attach(self, checkpoint: Checkpoint) -> None:
+        """Catches a checkpoint's signals until the end, while ranks recover too.
+
+        Args:
+            checkpoint: the user's. One that is attached already stays so, and knows
+                what it has received.
+        """
+        if checkpoint not in self._attached:
+            self._attached.append(checkpoint)
+            self._until_the_end.enter_context(checkpoint.attached())
+
+    def close(self) -> None:
+        """Lets go of the signals."""
+        self._until_the_end.close()
 
     def ranks_before(self, size: int) -> int:
         """Returns how many ranks there were at first, 0 if no more than now."""

@@ -7,9 +7,10 @@ learning rate to go on, is agreed after all callbacks have run.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import warnings
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import Protocol
@@ -23,6 +24,7 @@ from distkeras._accumulated import part
 from distkeras._learning_rate import has_settable_rate
 from distkeras._learning_rate import set_target_rate
 from distkeras._learning_rate import target_rates
+from distkeras._logging import LOGGER
 from distkeras._statistics import average_moving_statistics
 from distkeras.backends._optimizers import inner_optimizers
 from distkeras.communicators import Communicator
@@ -137,12 +139,29 @@ def arrange_callbacks(
         WholeGradients(communicator),
     ]
     for callback in filter_callbacks(callbacks, 0):
-        if communicator.rank > 0 and isinstance(callback, _TALKING):
-            callback.verbose = 0  # rank 0 says the same
         arranged += filter_callbacks([callback], communicator.rank)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             arranged.append(RestoreEverywhere(communicator))
     return [*arranged, Consensus(communicator, exchange_flags)]
+
+
+@contextlib.contextmanager
+def rank_zero_talks(callbacks: Iterable[Any] | None, rank: int) -> Iterator[None]:
+    """While inside, what runs on all ranks and prints what it does does so on rank 0.
+
+    Args:
+        callbacks: as `fit` takes them.
+        rank: of this process.
+    """
+    talking = [c for c in filter_callbacks(callbacks, rank) if isinstance(c, _TALKING)]
+    before = [(callback, callback.verbose) for callback in talking]
+    for callback in talking:
+        callback.verbose = callback.verbose if rank == 0 else 0
+    try:
+        yield
+    finally:  # this process may be rank 0 of the next `fit`
+        for callback, verbose in before:
+            callback.verbose = verbose
 
 
 class Consensus(keras.callbacks.Callback):
@@ -208,7 +227,7 @@ class Consensus(keras.callbacks.Callback):
         """Makes weights equal that a callback changed on some ranks, and states."""
         model = self.model
         trainable = {id(variable) for variable in model.trainable_variables}
-        variables = _shared_variables(model)
+        variables = shared_variables(model)
         mine = [hashlib.blake2b(_array(v).tobytes()).digest() for v in variables]
         gathered = self._communicator.allgather_object(mine)
         differ = [
@@ -217,24 +236,24 @@ class Consensus(keras.callbacks.Callback):
             if len(set(digests)) > 1
         ]
         _broadcast(differ, self._communicator)
-        # Last: where warnings are errors, no rank may be left in a collective.
+        # Not `warnings.warn`, which may be made to raise, on this rank alone.
         if self._communicator.rank != 0:
             return
         weights = [v.path for v in differ if id(v) in trainable]
         states = [v.path for v in differ if id(v) not in trainable]
         if weights:
-            warnings.warn(
+            LOGGER.warning(
                 "Weights differ between ranks when training ends, as if a callback "
                 "had changed them (EarlyStopping with a monitor that differs "
-                f"between ranks?): {weights}. Rank 0's are taken.",
-                stacklevel=2,
+                "between ranks?): %s. Rank 0's are taken.",
+                weights,
             )
         if states:
-            warnings.warn(
+            LOGGER.warning(
                 "State that is not trained differs between ranks when training ends, "
-                f"since each rank has seen other examples: {states}. Rank 0's is "
+                "since each rank has seen other examples: %s. Rank 0's is "
                 "taken. Variables made with `aggregation='mean'` are averaged.",
-                stacklevel=2,
+                states,
             )
 
     def _take_rates(self, gathered: Sequence[np.ndarray]) -> None:
@@ -246,12 +265,13 @@ class Consensus(keras.callbacks.Callback):
             other = next(
                 r for r, v in enumerate(gathered) if list(v) != list(gathered[0])
             )
-            warnings.warn(
+            LOGGER.warning(
                 "Learning rates differ between ranks after the callbacks of an epoch: "
-                f"{gathered[0].tolist()} on rank 0, {gathered[other].tolist()} on rank "
-                f"{other}. Rank 0's are taken. A callback that sets the rate must do "
-                "so alike on every rank.",
-                stacklevel=2,
+                "%s on rank 0, %s on rank %d. Rank 0's are taken. A callback that sets "
+                "the rate must do so alike on every rank.",
+                gathered[0].tolist(),
+                gathered[other].tolist(),
+                other,
             )
         self._warned = True
 
@@ -319,7 +339,7 @@ class RestoreEverywhere(keras.callbacks.Callback):
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        variables = _shared_variables(model)
+        variables = shared_variables(model)
         variables += [] if optimizer is None else optimizer.variables
         _broadcast(variables, self._communicator)
         if optimizer is not None:  # the file holds them whole
@@ -330,7 +350,7 @@ class RestoreEverywhere(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
 
-def _shared_variables(model: keras.Model) -> list[Any]:
+def shared_variables(model: keras.Model) -> list[Any]:
     """Returns a model's variables but for the seeds, which differ by rank."""
     return [v for v in model.variables if "seed_generator_state" not in v.path]
 

@@ -80,6 +80,7 @@ def survives(
                 self._follow_world()
         finally:
             self._commits = None
+            commits.close()
 
     return call
 

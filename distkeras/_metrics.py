@@ -13,7 +13,7 @@ of which that is not true says so:
 
 with "sum", "mean" (over ranks), "min", "max", "product" or "first" (one rank's).
 
-What stays inexact, each named once in a warning on rank 0:
+What stays inexact, each named once in a warning of rank 0's log:
 
 - a loss that is not a plain mean over examples (`reduction="sum"`,
   `"mean_with_sample_weight"` with weights, masked values). Already in one process it
@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from distkeras._logging import LOGGER
 from distkeras._watched import flat
 from distkeras._watched import functions_watched
 from distkeras._watched import inexact_losses
@@ -317,7 +317,8 @@ class _Combined:
         for text in texts:
             if text not in known:
                 known.add(text)
-                warnings.warn(f"Not exact over ranks: {text}", stacklevel=2)
+                # Not `warnings.warn`, which may be made to raise, on this rank alone.
+                LOGGER.warning("Not exact over ranks: %s", text)
 
 
 def _reduce(

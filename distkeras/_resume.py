@@ -63,6 +63,7 @@ class Continuation:
     ) -> None:
         too_few = commits is not None and communicator.size < _elastic.least()
         self._model = model
+        self._commits = commits
         self._checkpoint = find_checkpoint(callbacks)
         if self._checkpoint is not None:
             _check_can_be_gone_on_with(data, steps_per_epoch)
@@ -153,7 +154,10 @@ class Continuation:
         with contextlib.ExitStack() as stack:
             if self._saver is not None and self._checkpoint is not None:
                 stack.callback(self._saver.close)
-                stack.enter_context(self._checkpoint.attached())
+                if self._commits is None:
+                    stack.enter_context(self._checkpoint.attached())
+                else:
+                    self._commits.attach(self._checkpoint)
             yield
 
 

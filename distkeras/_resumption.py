@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,14 +130,10 @@ def find(
             return None
         return _newest(place, damaged, needed=not auto)
 
-    try:
-        found = collectively(communicator, reading_the_checkpoint)
-    finally:
-        # Last where it raises too: no rank may be left in a collective.
-        texts = [f"Damaged checkpoint, passed over: {text}" for text in damaged]
+    found = collectively(communicator, reading_the_checkpoint, error=CheckpointError)
+    for text in damaged:
+        LOGGER.warning("Damaged checkpoint, passed over: %s", text)
     received = _distribute(found, communicator)
-    for text in texts:
-        warnings.warn(text, stacklevel=3)
     if received is None:
         LOGGER.info("resume='auto': no checkpoint in %s, training begins", place)
         return None

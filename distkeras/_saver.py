@@ -78,7 +78,9 @@ class Saver(keras.callbacks.Callback):
                     map(_files.sequence, _files.listed(folder)), default=0
                 )
 
-        collectively(self._communicator, preparing_the_checkpoints)
+        collectively(
+            self._communicator, preparing_the_checkpoints, error=CheckpointError
+        )
         # All ranks name the best one.
         self._number = self._communicator.broadcast_object(self._number)
         self._take(metrics=True)  # traces now what else the first one would
@@ -124,21 +126,37 @@ class Saver(keras.callbacks.Callback):
         raise SystemExit(PREEMPTED)
 
     def _is_best(self, logs: Mapping[str, Any]) -> bool:
-        checkpoint = self._checkpoint
-        if checkpoint.monitor is None:
+        """Returns whether the epoch is the best one by rank 0's logs; collective."""
+        checkpoint, name = self._checkpoint, self._checkpoint.monitor
+        if name is None:
             return False
-        if checkpoint.monitors_validation and not _validated(logs):
-            return False  # as of `validation_freq`
-        if checkpoint.monitor not in logs:
-            raise CheckpointError(
-                "Expected `monitor` of `Checkpoint` to be among the logs of an epoch: "
-                f"{', '.join(sorted(logs))}. Received: {checkpoint.monitor!r}"
-            )
-        value = float(logs[checkpoint.monitor])
-        if not checkpoint.improves(value):
+
+        def comparing_the_epoch_with_the_best_one() -> float | None:
+            if self._communicator.rank > 0:
+                return None
+            return self._monitored(name, logs)
+
+        value = collectively(
+            self._communicator,
+            comparing_the_epoch_with_the_best_one,
+            error=CheckpointError,
+        )
+        value = self._communicator.broadcast_object(value)
+        if value is None or not checkpoint.improves(value):
             return False
         checkpoint.best = value
         return True
+
+    def _monitored(self, name: str, logs: Mapping[str, Any]) -> float | None:
+        """Returns the value that tells the best epoch, None without a validation."""
+        if self._checkpoint.monitors_validation and not _validated(logs):
+            return None  # as of `validation_freq`
+        if name not in logs:
+            raise CheckpointError(
+                "Expected `monitor` of `Checkpoint` to be among the logs of an epoch: "
+                f"{', '.join(sorted(logs))}. Received: {name!r}"
+            )
+        return float(logs[name])
 
     def _leave_if_signalled(self, *, best: bool = False) -> None:
         """Writes and exits on all ranks, if the stop is one of a signal; collective."""

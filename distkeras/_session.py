@@ -20,6 +20,8 @@ from distkeras import backends
 from distkeras._boards import Boards
 from distkeras._boards import boards_among
 from distkeras._consensus import arrange_callbacks
+from distkeras._consensus import rank_zero_talks
+from distkeras._consensus import shared_variables
 from distkeras._figures import FigureKeeper
 from distkeras._learning_rate import warms_up
 from distkeras._logging import LOGGER
@@ -32,6 +34,7 @@ from distkeras._replicas import ReplicaCheck
 from distkeras._replicas import weight_digests
 from distkeras._resume import Continuation
 from distkeras._settings import AgreeOnSettings
+from distkeras._statistics import averaged_moving_statistics
 from distkeras._timeline import Timeline
 from distkeras.callbacks._broadcast import BroadcastVariables
 from distkeras.callbacks._broadcast import broadcast_variables
@@ -249,6 +252,7 @@ class Session:
                 test_function=functions.test,
             ),
             self._own_evaluations(),
+            rank_zero_talks(callbacks, self.communicator.rank),
             going_on.active(),
         ):
             yield arranged
@@ -288,25 +292,34 @@ class Session:
         finally:
             object.__delattr__(model, "evaluate")
 
-    def equalise(self, data: Any, *, predicts: bool = False) -> None:
-        """Gives all ranks rank 0's weights, where they do not hold the same.
+    @contextlib.contextmanager
+    def equalised(self, data: Any, *, predicts: bool = False) -> Iterator[None]:
+        """While inside, all ranks hold the same model.
 
-        As `fit` does: an unseeded script has another model on every rank.
+        They get rank 0's weights, where they do not hold the same, as `fit` does: an
+        unseeded script has another model on every rank. In a callback of `fit` they
+        hold the same but for moving statistics, which are averaged for the while.
 
         Args:
             data: the sharded data, from which an unbuilt model is built.
             predicts: whether the data has no targets.
         """
-        backends.current().build(self.model, data, predicts=predicts)
-        weights = weight_digests(self.model.variables)
-        if len(set(map(tuple, self.communicator.allgather_object(weights)))) > 1:
-            broadcast_variables(self.model.variables, communicator=self.communicator)
+        model, communicator = self.model, self.communicator
+        backends.current().build(model, data, predicts=predicts)
+        if _is_trained(model):
+            with averaged_moving_statistics(model, communicator):
+                yield
+            return
+        weights = weight_digests(shared_variables(model))
+        if len(set(map(tuple, communicator.allgather_object(weights)))) > 1:
+            broadcast_variables(model.variables, communicator=communicator)
+        yield
 
     @contextlib.contextmanager
     def evaluating(self, data: Any) -> Iterator[None]:
         """While inside, `model.evaluate` gives the results of all ranks' data."""
-        self.equalise(data)
         with (
+            self.equalised(data),
             self._setting(test_function=self._test_function()),
             _evaluate_of_keras(self.model),
         ):
@@ -332,13 +345,18 @@ class Session:
                 setattr(self.model, name, function)
 
 
+def _is_trained(model: keras.Model) -> bool:
+    """Returns whether a callback of `Session.training` is what asks."""
+    return hasattr(vars(model).get("evaluate"), "_of_fit")
+
+
 @contextlib.contextmanager
 def _evaluate_of_keras(model: keras.Model) -> Iterator[None]:
     """Takes back what `Session.training` has put there, in a callback of `fit`."""
-    ours = vars(model).get("evaluate")
-    if not hasattr(ours, "_of_fit"):
+    if not _is_trained(model):
         yield
         return
+    ours = vars(model)["evaluate"]
     object.__delattr__(model, "evaluate")
     try:
         yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -54,3 +56,26 @@ def average_moving_statistics(model: keras.Model, communicator: Communicator) ->
         value = buffer[offset : offset + length].reshape(variable.shape)
         variable.assign(keras.ops.cast(value, variable.dtype))
         offset += length
+
+
+@contextlib.contextmanager
+def averaged_moving_statistics(
+    model: keras.Model, communicator: Communicator
+) -> Iterator[None]:
+    """Averages moving statistics while inside; collective.
+
+    Afterwards each rank goes on with its own, as in the middle of an epoch it should.
+
+    Args:
+        model: built, with the same layers on every rank.
+        communicator: the ranks.
+    """
+    variables = moving_statistics(model)
+    values = [keras.ops.convert_to_tensor(variable) for variable in variables]
+    own = [np.array(keras.ops.convert_to_numpy(value)) for value in values]
+    average_moving_statistics(model, communicator)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, own, strict=True):
+            variable.assign(value)

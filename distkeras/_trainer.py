@@ -225,7 +225,7 @@ class Trainer:
             CommunicatorError: on every rank, if one cannot deal its data or write its
                 files, or has ended; names the rank and its error.
             CheckpointError: on every rank, if there is no usable checkpoint at the
-                path that `resume` names.
+                path that `resume` names, or one cannot be written.
             ReplicaDriftError: on every rank, at the end of an epoch, if gradients
                 were not exchanged or weights are no longer equal.
 
@@ -388,12 +388,12 @@ class Trainer:
                 callbacks=callbacks,
             )
         data = self._deal((x,), "predict", callbacks, batch_size, steps, shard)
-        self._session.equalise(data, predicts=True)
-        local = self.model.predict(
-            data,
-            verbose=self._verbose(verbose),
-            callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
-        )
+        with self._session.equalised(data, predicts=True):
+            local = self.model.predict(
+                data,
+                verbose=self._verbose(verbose),
+                callbacks=filter_callbacks(callbacks or [], self.communicator.rank),
+            )
         return data_.gather_predictions(local, data, self.communicator, to=gather)
 
     @survives

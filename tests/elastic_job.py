@@ -2,6 +2,7 @@
 
 The options are JSON. `deaths` lists where ranks kill themselves: the number that the
 launcher gave the rank, a stage, an epoch and a batch; `pause` is how long a step takes.
+With `preempted` a rank that dies sends SIGTERM to the others first.
 Each rank notes its process and its steps in the folder, and at the end what it holds.
 """
 
@@ -60,11 +61,13 @@ class FirstColumn(keras.losses.Loss):
 class Die(keras.callbacks.Callback):
     """Notes steps, takes a while for each, and ends this process where it is to."""
 
-    def __init__(self, folder: Path, deaths: list[list[Any]], pause: float) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         super().__init__()
         self.folder = folder
+        deaths = options.get("deaths", [])
         self.deaths = [(stage, e, b) for r, stage, e, b in deaths if r == ME]
-        self.pause = pause
+        self.pause = options.get("pause", 0.0)
+        self.preempted = options.get("preempted", False)
         self.epoch = 0
 
     def reach(self, stage: str, batch: int = 0) -> None:
@@ -72,7 +75,14 @@ class Die(keras.callbacks.Callback):
         done = self.folder / f"died-{ME}-{stage}-{self.epoch}-{batch}"
         if here in self.deaths and not done.exists():
             done.touch()
+            if self.preempted:
+                self.tell_the_others()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def tell_the_others(self) -> None:
+        for path in self.folder.glob("process-*"):
+            if path.name != f"process-{ME}":
+                os.kill(int(path.read_text()), signal.SIGTERM)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.reach("train_begin")
@@ -154,7 +164,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     (folder / f"process-{ME}").write_text(str(os.getpid()))
     distkeras.init()
     x, y = samples()
-    die = Die(folder, options.get("deaths", []), options.get("pause", 0.0))
+    die = Die(folder, options)
     stopping = keras.callbacks.EarlyStopping("loss", patience=50)
     callbacks = [die, stopping, keras.callbacks.CSVLogger(folder / "log.csv")]
     resume = None

@@ -9,7 +9,6 @@ import re
 import resource
 import signal
 import time
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,11 +163,22 @@ def test_old_ones_are_removed_and_the_newest_comes_first(tmp_path: Path) -> None
         {"every_epochs": 1.5},
         {"mode": "up"},
         {"signals": (signal.SIGKILL,)},
+        {"signals": signal.SIGTERM},
+        {"signals": (signal.SIGTERM, 999)},
+        {"signals": ("SIGTERM",)},
     ],
 )
 def test_options_without_meaning(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Checkpoint(tmp_path, **options)
+
+
+def test_all_are_kept_on_request(world: Communicator, tmp_path: Path) -> None:
+    """None removed all, the one just written too."""
+    data = samples(4 * world.size)
+    fit(build(sgd), data, epochs=5, callbacks=[Checkpoint(tmp_path, keep=None)])
+    numbers = [_files.sequence(path) for path in _files.listed(tmp_path)]
+    assert numbers == ([5, 4, 3, 2, 1] if world.rank == 0 else [])
 
 
 def test_numbers_of_numpy(world: Communicator, tmp_path: Path) -> None:
@@ -192,12 +202,12 @@ def test_wrong_use_is_told(world: Communicator, tmp_path: Path) -> None:
         model.fit(x, y, verbose=0, callbacks=[Checkpoint(tmp_path)])
     with pytest.raises(ValueError, match="resume='auto'"):
         fit(model, (x, y), resume="auto")
-    with pytest.raises(distkeras.CommunicatorError, match="usable checkpoint"):
+    with pytest.raises(distkeras.CheckpointError, match="usable checkpoint"):
         fit(model, (x, y), resume=tmp_path)
 
 
 def test_damaged_one_is_named_and_the_one_before_used(
-    world: Communicator, tmp_path_shared: Path
+    world: Communicator, tmp_path_shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = samples(4 * world.size)
     fit(build(sgd), data, epochs=3, callbacks=[Checkpoint(tmp_path_shared)])
@@ -208,17 +218,15 @@ def test_damaged_one_is_named_and_the_one_before_used(
         content[len(content) // 2] ^= 1
         newest.write_bytes(content)
         (tmp_path_shared / (newest.name + ".unfinished")).write_bytes(b"half")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        history = fit(
-            build(sgd),
-            data,
-            epochs=3,
-            callbacks=[Checkpoint(tmp_path_shared)],
-            resume="auto",
-        )
+    history = fit(
+        build(sgd),
+        data,
+        epochs=3,
+        callbacks=[Checkpoint(tmp_path_shared)],
+        resume="auto",
+    )
     assert history.epoch == [2]
-    texts = [str(w.message) for w in caught if "Damaged" in str(w.message)]
+    texts = [text for text in caplog.messages if "Damaged" in text]
     assert len(texts) == (world.rank == 0)
     assert all(str(newest) in text for text in texts)
     world.barrier()
@@ -255,11 +263,7 @@ def test_none_that_can_be_used_is_an_error(
     if world.rank == 0:
         for path in _files.listed(tmp_path_shared):
             path.write_bytes(path.read_bytes()[:-9])
-    with (
-        pytest.raises(distkeras.CommunicatorError, match="usable checkpoint")
-        if world.rank
-        else pytest.raises(Exception, match="usable checkpoint"),
-    ):
+    with pytest.raises(distkeras.CheckpointError, match="usable checkpoint"):
         fit(build(sgd), data, callbacks=callbacks, resume="auto")
     world.barrier()
     assert len(_files.listed(tmp_path_shared)) == 1
@@ -288,6 +292,14 @@ def no_room(after: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_folder_that_is_a_file_is_an_error_on_every_rank(
+    world: Communicator, tmp_path: Path
+) -> None:
+    (taken := tmp_path / "taken").touch()
+    with pytest.raises(distkeras.CheckpointError, match="FileExistsError.*taken"):
+        fit(build(sgd), samples(4 * world.size), callbacks=[Checkpoint(taken)])
 
 
 class Full(keras.callbacks.Callback):
@@ -339,6 +351,46 @@ def test_the_best_of_epochs_with_a_validation(
     epoch = freq[int(np.argmin(values))]
     assert best.best == min(values)
     assert f"-epoch-{epoch}-" in str(best.best_file)
+
+
+class Scores(keras.callbacks.Callback):
+    """Logs a number that rises on rank 0 and falls on others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.sign = 1 if rank == 0 else -1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["score"] = self.sign * (epoch + 1.0)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_rank_0_tells_the_best_epoch(
+    world: Communicator, tmp_path: Path, alone: bool
+) -> None:
+    """Each rank decided by its own logs, and some wrote without the others."""
+    data = samples(4 * world.size)
+    best = Checkpoint(tmp_path, every_epochs=None, monitor="score", mode="max")
+    scores = Scores(world.rank)
+    if alone:
+        distkeras.callbacks.on_rank_zero(scores)
+    fit(build(sgd), data, epochs=3, callbacks=[scores, best])
+    assert world.allgather_object(best.best) == [3.0] * world.size
+    assert best.best_file == "checkpoint-000003-epoch-3-step-0.npz"
+
+
+@pytest.mark.parametrize("value", [None, "high"])
+def test_what_rank_0_cannot_compare_is_an_error_everywhere(
+    world: Communicator, tmp_path: Path, value: str | None
+) -> None:
+    def log(epoch: int, logs: dict[str, Any]) -> None:
+        logs.update({} if value is None and world.rank == 0 else {"score": value})
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=log)
+    data = samples(4 * world.size)
+    best = Checkpoint(tmp_path, monitor="score", mode="max")
+    with pytest.raises(distkeras.CheckpointError, match=value or "score"):
+        fit(build(sgd), data, callbacks=[callback, best])
 
 
 def test_last_ones_and_the_best_are_kept(world: Communicator, tmp_path: Path) -> None:

@@ -170,6 +170,18 @@ def test_too_few_are_left_and_the_job_is_started_again(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses, by_keras()["loss"][1:], rtol=2e-5)
 
 
+@pytest.mark.soak
+def test_a_signal_that_comes_with_a_loss(tmp_path: Path) -> None:
+    """A host is taken away. The signal was forgotten, and the job trained on."""
+    deaths = [[1, "step", 1, 3]]
+    options = {"deaths": deaths, "preempted": True, "checkpoint": True}
+    job = finish(begin(tmp_path, options, "--elastic"), tmp_path)
+    assert job.code == PREEMPTED, job.output
+    assert "lost rank 1 (as numbered" in job.output
+    assert re.search(r"SIGTERM on rank \d: wrote", job.output)
+    assert not job.results
+
+
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """The history of a job that loses nobody."""

@@ -403,7 +403,7 @@ class Logging(keras.Model):
         }
 
 
-def test_logs_of_a_custom_step(world):
+def test_logs_of_a_custom_step(world, caplog):
     keras.utils.set_random_seed(3)
     inputs = keras.Input((3,))
     model = Logging(inputs, keras.layers.Dense(1)(inputs))
@@ -421,16 +421,14 @@ def test_logs_of_a_custom_step(world):
                 x[part], y[part], batch_size=4, verbose=0, return_dict=True
             )
 
-    if world.rank == 0 and world.size > 1:
-        with pytest.warns(UserWarning, match="'rows' is logged by the step"):
-            got = run()
-    else:
-        got = run()
+    got = run()
     rows = world.allgather_object(own)
     assert got["rows"] == pytest.approx(sum(rows) / len(rows))
     assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert set(got) == {"loss", "rows"}
-    assert run() == got  # the warning comes once
+    assert run() == got
+    told = caplog.text.count("'rows' is logged by the step")  # once
+    assert told == (world.rank == 0 and world.size > 1)
     assert len(set(map(str, world.allgather_object(got)))) == 1
 
 
@@ -442,7 +440,6 @@ class OwnLoss(keras.Model):
         return {"loss": keras.ops.sum(keras.ops.zeros_like(x)) + self.value}
 
 
-@pytest.mark.filterwarnings("ignore:Not exact over ranks:UserWarning")
 @pytest.mark.parametrize("value", [0.0, 1.5])
 def test_loss_that_no_metric_keeps(world, value):
     inputs = keras.Input((3,))
@@ -455,6 +452,11 @@ def test_loss_that_no_metric_keeps(world, value):
     assert of_all_ranks(model, world, x, y)["loss"] == value
 
 
+def inexact(caplog):
+    """What the log has named as not exact."""
+    return [text for text in caplog.messages if "Not exact over ranks" in text]
+
+
 def by_example(y_true, y_pred):
     return keras.ops.abs(y_true - y_pred)[:, 0]
 
@@ -464,20 +466,19 @@ def by_batch(y_true, y_pred):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_functions_of_a_whole_batch_are_named(world, eager):
+def test_functions_of_a_whole_batch_are_named(world, caplog, eager):
     x, y = regression_data()
     model = regression_model(metrics=[by_example, by_batch], run_eagerly=eager)
     expected = model.evaluate(x, y, batch_size=SAMPLES, verbose=0, return_dict=True)
     model = regression_model(metrics=[by_example, by_batch], run_eagerly=eager)
     model.evaluate(x[:4], y[:4], verbose=0)  # builds the metrics
     model.make_test_function(force=True)
-    if world.size > 1 and world.rank == 0:
-        with pytest.warns(UserWarning, match="'by_batch': its function returns one"):
-            got = of_all_ranks(model, world, x, y, batch_size=9)
-    else:
-        got = of_all_ranks(model, world, x, y, batch_size=9)
+    got = of_all_ranks(model, world, x, y, batch_size=9)
     assert got["by_example"] == pytest.approx(expected["by_example"], rel=1e-5)
     of_all_ranks(model, world, x, y, batch_size=9)  # and nothing is said twice
+    told = caplog.text.count("'by_batch': its function returns one")
+    assert told == (world.size > 1 and world.rank == 0)
+    assert len(inexact(caplog)) == told
 
 
 def test_metrics_whose_state_is_taken_to_add_up(world):
@@ -554,7 +555,7 @@ def sequences():
 
 
 LOSSES = [
-    # reduction, mask, weights, exact, part of the warning
+    # reduction, mask, weights, exact, part of the warning in the log
     ("sum_over_batch_size", False, True, True, None),
     ("mean", False, False, True, None),
     ("mean_with_sample_weight", False, False, True, None),
@@ -565,7 +566,9 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("reduction", "mask", "weighted", "exact", "warning"), LOSSES)
-def test_losses_are_exact_or_named(world, reduction, mask, weighted, exact, warning):
+def test_losses_are_exact_or_named(
+    world, caplog, reduction, mask, weighted, exact, warning
+):
     x, y, weights = sequences()
     weights = weights if weighted else None
 
@@ -589,11 +592,7 @@ def test_losses_are_exact_or_named(world, reduction, mask, weighted, exact, warn
                 x[part], y[part], 4, sample_weight=own, verbose=0, return_dict=True
             )
 
-    if warning and world.size > 1 and world.rank == 0:
-        with pytest.warns(UserWarning, match=warning):
-            got = run()
-    else:
-        got = run()
+    got = run()
     # What is not exact for the whole is what one process has for these batches.
     check(world, got, single(4))
     whole = single(96)
@@ -603,6 +602,9 @@ def test_losses_are_exact_or_named(world, reduction, mask, weighted, exact, warn
         assert abs(got["loss"] - whole["loss"]) > 1e-4
     assert got["mae"] == pytest.approx(whole["mae"], rel=1e-6)
     run()  # and nothing is said twice
+    told = inexact(caplog)
+    assert len(told) == bool(warning and world.size > 1 and world.rank == 0)
+    assert all(warning in text for text in told)
 
 
 def test_bitwise_equal_at_every_call(world):

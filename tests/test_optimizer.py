@@ -361,6 +361,17 @@ def test_ranks_that_begin_with_other_weights_are_told_to_broadcast(
     np.testing.assert_array_equal(everyone[0][0], everyone[-1][0])
 
 
+def test_a_root_that_is_none_is_an_error_on_every_rank(world: Communicator) -> None:
+    """Ranks that named different ones were each a sender, and nobody noticed."""
+    variables = unequal(world).variables
+    if world.size > 1:
+        with pytest.raises(MismatchError, match="root=0\n.*root=1"):
+            distkeras.callbacks.broadcast_variables(variables, root=min(world.rank, 1))
+    for some in (variables, []):
+        with pytest.raises(ValueError, match="root to be a rank"):
+            distkeras.callbacks.broadcast_variables(some, root=world.size)
+
+
 def test_weights_are_compared_in_the_first_step_alone(world: Communicator) -> None:
     """A loop may change them later; ranks trace again at different times."""
     optimizer = distkeras.DistributedOptimizer(keras.optimizers.SGD(0.1))

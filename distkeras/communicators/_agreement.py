@@ -9,6 +9,7 @@ from typing import Any
 from typing import TypeVar
 
 from distkeras._errors import CommunicatorError
+from distkeras._errors import DistkerasError
 from distkeras._errors import MismatchError
 from distkeras.communicators._base import Communicator
 
@@ -108,6 +109,7 @@ def collectively(
     *args: Any,
     what: str | None = None,
     advice: str | None = None,
+    error: type[DistkerasError] = CommunicatorError,
 ) -> Result:
     """Runs a local function on every rank; if it raises on one, raises on all.
 
@@ -122,14 +124,15 @@ def collectively(
         what: what it does, in words that follow "Expected" ("reading the file"); by
             default the function's name, which should be of that kind.
         advice: what to do if it fails, as a sentence.
+        error: what to raise.
 
     Returns:
         What the function returned on this rank.
 
     Raises:
-        CommunicatorError: on every rank, saying what was expected, naming each rank
-            that failed and its error, and what to do. On those ranks the original
-            error is the cause.
+        CommunicatorError: or `error`, on every rank, saying what was expected, naming
+            each rank that failed and its error, and what to do. On those ranks the
+            original error is the cause.
 
     Example:
         >>> from distkeras.communicators import SingleCommunicator
@@ -140,9 +143,9 @@ def collectively(
     text: str | None = None
     try:
         result = function(*args)
-    except Exception as error:
-        failure = error
-        text = f"{type(error).__name__}: {error}"
+    except Exception as own:
+        failure = own
+        text = f"{type(own).__name__}: {own}"
     failures = {
         rank: theirs
         for rank, theirs in enumerate(communicator.allgather_object(text))
@@ -161,5 +164,5 @@ def collectively(
             *lines,
             advice or f"Its own traceback is above, in what {names} wrote{rest}.",
         ]
-        raise CommunicatorError("\n".join(message)) from failure
+        raise error("\n".join(message)) from failure
     return result
