@@ -21,6 +21,7 @@ from equivalence import trainer
 from newer_keras import multi_optimizer
 
 from distkeras import _fitting
+from distkeras.callbacks import Checkpoint
 from distkeras.communicators import Communicator
 
 
@@ -506,3 +507,51 @@ def test_generators_of_other_orders_are_named(
         )
     named = "first batches of the generator are not the same" in caplog.text
     assert named == (not alike and world.rank == 0)
+
+
+def _ones() -> keras.layers.Layer:
+    return keras.layers.Dense(1, kernel_initializer="ones")
+
+
+class LooksAtValues(keras.Model):
+    """Cannot be built from shapes: its first call is with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = _ones()
+
+    def call(self, x: Any) -> Any:
+        if not self.dense.built:
+            assert np.isfinite(x.numpy()).all()
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "values"])
+def test_generator_of_which_a_model_is_built(
+    world: Communicator, tmp_path_shared: Path, kind: str
+) -> None:
+    """The batches that it was built from were seen by no step, and not predicted."""
+    x, _ = samples(8 * world.size)
+    y = x[:, :1]
+    single = keras.Sequential([keras.Input((FEATURES,)), _ones()])
+    if kind == "sparse":
+        convert = pytest.importorskip("scipy.sparse").csr_matrix
+        model = keras.Sequential([keras.Input((FEATURES,), sparse=True), _ones()])
+    else:
+        convert = np.asarray
+        model = LooksAtValues()
+    for each in (single, model):
+        each.compile(keras.optimizers.SGD(0.1), "mse")
+
+    def batches() -> Iterator[Any]:
+        starts = range(0, len(x), 2)
+        return ((convert(x[i : i + 2]), y[i : i + 2]) for i in starts)
+
+    # With a checkpoint one rank does not leave all to Keras.
+    options: dict[str, Any] = {"callbacks": [Checkpoint(tmp_path_shared)], "verbose": 0}
+    run = trainer(model)
+    run.fit(batches(), steps_per_epoch=2, epochs=2, shuffle=False, **options)
+    single.fit(x, y, batch_size=2 * world.size, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+    result = run.predict(((a,) for a, _ in batches()), steps=4, verbose=0)
+    np.testing.assert_allclose(result, single.predict(x, verbose=0), rtol=1e-5)
