@@ -118,8 +118,8 @@ class Session:
                 "Expected a compiled model. Received: one that is not. Call "
                 "`trainer.compile(optimizer=..., loss=...)` before `fit`."
             )
-        if self.model.optimizer is not None:
-            undistribute(self.model.optimizer)
+        for optimizer in backends.current().find_optimizers(self.model):
+            undistribute(optimizer)
         backends.current().build(self.model, data)
 
     def prepare(
