@@ -145,6 +145,33 @@ def test_loss_that_the_step_returns_and_no_metric_keeps(world: Communicator) -> 
     assert history.history["loss"] == pytest.approx([before], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Not exact over ranks")
+def test_own_logs_of_a_step_without_rows(world: Communicator) -> None:
+    """They were averaged with those of the row of zeros that it ran on."""
+    import tensorflow as tf
+
+    size = world.size
+    x, _ = samples(4 * (2 * size - 1) - 1)
+    y = np.ones((len(x), 1), "float32")
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    model = OwnLogs(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+    squares = (model(x).numpy() - y) ** 2
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    run = trainer(model)
+    history = run.fit(data, shuffle=False, verbose=0).history
+    # Of the last step of each rank, which is the last one of all.
+    last = 4 * size if size > 1 else 0
+    assert history["loss"] == pytest.approx([np.mean(squares[last:])], rel=1e-5)
+    options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+    # Of the last batch that each rank has.
+    result = run.evaluate(data, **options)
+    assert result["loss"] == pytest.approx(np.mean(squares[4 * size - 4 :]), rel=1e-5)
+    result = run.evaluate(data.take(1), **options)
+    assert result["loss"] == pytest.approx(np.mean(squares[:4]), rel=1e-5)
+
+
 def _members(*rhythms: int | None) -> keras.optimizers.Optimizer:
     first, second = (
         keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=steps)
