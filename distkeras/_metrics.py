@@ -25,6 +25,7 @@ What stays inexact, each named once in a warning on rank 0:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -206,7 +207,8 @@ class _Combined:
         self._communicator = communicator
         self._traits = traits
         self.by_batch: set[str] = set()
-        self._seen: Any = None
+        # The newest of training, and those of the validation between two epochs.
+        self._seen: collections.deque[Any] = collections.deque(maxlen=2)
 
     def results(self, logs: Any) -> dict[str, Any]:
         """Returns the logs of an epoch or evaluation; collective.
@@ -216,8 +218,9 @@ class _Combined:
         """
         communicator = self._communicator
         # Of an epoch without a step Keras has the logs of the one before.
-        fresh = isinstance(logs, Mapping) and logs is not self._seen
-        self._seen = logs
+        old = any(logs is seen for seen in self._seen)
+        self._seen.append(logs)
+        fresh = isinstance(logs, Mapping) and not old
         logs = logs if fresh else {}
         entries = _entries(self._model.metrics)
         rows = [entry.row for entry in entries]

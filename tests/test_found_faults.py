@@ -64,9 +64,13 @@ def test_validation_by_an_endless_generator_every_epoch(world: Communicator) -> 
     assert_equal_history(history, expected)
 
 
-@pytest.mark.parametrize("own_step", [False, True])
-def test_generator_of_fewer_epochs(world: Communicator, own_step: bool) -> None:
-    """The epochs after its end logged a loss of 0.0."""
+@pytest.mark.parametrize(
+    ("own_step", "validates"), [(False, False), (True, False), (True, True)]
+)
+def test_generator_of_fewer_epochs(
+    world: Communicator, own_step: bool, validates: bool
+) -> None:
+    """The epochs after its end logged a loss of 0.0, or that of the epoch before."""
     if world.size == 1:
         pytest.skip("at one rank the generator is Keras' affair")
     x, y = samples(8 * world.size)
@@ -78,11 +82,14 @@ def test_generator_of_fewer_epochs(world: Communicator, own_step: bool) -> None:
     with pytest.raises(ValueError, match="`steps_per_epoch` with a generator"):
         run.fit(batches(), epochs=2, verbose=0)
     history = keras.callbacks.History()
+    options: dict[str, Any] = {"steps_per_epoch": 2, "verbose": 0}
+    if validates:
+        options["validation_data"] = x, y
     with (
         pytest.warns(UserWarning, match="ran out of data"),
         pytest.raises(ValueError, match="Received: none, on any rank"),
     ):
-        run.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0, callbacks=[history])
+        run.fit(batches(), epochs=3, callbacks=[history], **options)
     assert len(history.history["loss"]) == 1
 
 
