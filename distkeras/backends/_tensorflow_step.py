@@ -345,7 +345,7 @@ def find_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     `compile`'s, its own attributes, lists and dictionaries of them; and where its
     step is its own, those that its models were compiled with.
     """
-    compiled = model.optimizer
+    compiled = getattr(model, "optimizer", None)  # set by `compile` alone
     found = [] if compiled is None else [compiled]
     # An attribute may be what `compile` wrapped in a `LossScaleOptimizer`.
     seen = {id(o) for c in found for o in (c, *inner_optimizers(c))}
