@@ -79,17 +79,18 @@ def fit(
         check_can_be_shared_out_anew(
             data, validation, given.callbacks, given.steps_per_epoch
         )
-    session.build(data)
-    scaled = scaling.apply(model, beginning.factor, given.steps_of_epoch(data))
-    _prepare_warm_ups(session, given.callbacks, given.steps_of_epoch(data))
-    going_on = Continuation(
-        model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
-    )
-    training = _training(given, session, data, going_on, scaled, report)
-    logs = {} if found is None else found.logs
-    whole_logs = gone_on_with(logs, given.callbacks, ranks.rank)
-    with whole_logs, by_trainer(model), training as callbacks:
-        history = _loop(given, session, data, validation, going_on, callbacks)
+    with session.exchanging_alone():
+        session.build(data)
+        scaled = scaling.apply(model, beginning.factor, given.steps_of_epoch(data))
+        _prepare_warm_ups(session, given.callbacks, given.steps_of_epoch(data))
+        going_on = Continuation(
+            model, data, ranks, given.callbacks, found, given.steps_per_epoch, commits
+        )
+        training = _training(given, session, data, going_on, scaled, report)
+        logs = {} if found is None else found.logs
+        whole_logs = gone_on_with(logs, given.callbacks, ranks.rank)
+        with whole_logs, by_trainer(model), training as callbacks:
+            history = _loop(given, session, data, validation, going_on, callbacks)
     return history if commits is None else commits.whole(history)
 
 

@@ -25,6 +25,7 @@ What stays inexact, each named once in a warning of rank 0's log:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -44,6 +45,7 @@ from distkeras._watched import flat
 from distkeras._watched import functions_watched
 from distkeras._watched import inexact_losses
 from distkeras._watched import losses_watched
+from distkeras.backends import Logs
 from distkeras.communicators import Communicator
 from distkeras.communicators import Op
 from distkeras.communicators import agree
@@ -205,7 +207,8 @@ class _Combined:
         self._communicator = communicator
         self._traits = traits
         self.by_batch: set[str] = set()
-        self._seen: Any = None
+        # The newest of training, and those of the validation between two epochs.
+        self._seen: collections.deque[Any] = collections.deque(maxlen=2)
 
     def results(self, logs: Any) -> dict[str, Any]:
         """Returns the logs of an epoch or evaluation; collective.
@@ -215,8 +218,9 @@ class _Combined:
         """
         communicator = self._communicator
         # Of an epoch without a step Keras has the logs of the one before.
-        fresh = isinstance(logs, Mapping) and logs is not self._seen
-        self._seen = logs
+        old = any(logs is seen for seen in self._seen)
+        self._seen.append(logs)
+        fresh = isinstance(logs, Mapping) and not old
         logs = logs if fresh else {}
         entries = _entries(self._model.metrics)
         rows = [entry.row for entry in entries]
@@ -279,10 +283,23 @@ class _Combined:
     def _averages(
         self, names: Sequence[str], logs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the mean over ranks of what no metric keeps; collective."""
+        """Returns the mean over ranks of what no metric keeps; collective.
+
+        A rank without examples in its last step logged what a row of zeros gave.
+        """
         mine = {name: _plain(logs[name]) for name in names if name in logs}
-        gathered = self._communicator.allgather_object(mine)
-        return {name: _mean([v[name] for v in gathered if name in v]) for name in names}
+        examples = int(logs.examples) if isinstance(logs, Logs) else None
+        gathered = self._communicator.allgather_object((mine, examples))
+        counts = [examples for _, examples in gathered]
+        weights = [1.0 if n is None else float(n > 0) for n in counts]
+        if None not in counts and any(counts):
+            weights = counts
+        elif not any(weights):  # nothing better is known of any rank
+            weights = [1.0] * len(weights)
+        ranks = [(v, w) for (v, _), w in zip(gathered, weights, strict=True) if w]
+        return {
+            name: _mean([(v[name], w) for v, w in ranks if name in v]) for name in names
+        }
 
     def _warn(self, extra: Sequence[str], entries: Sequence[_Entry]) -> None:
         if self._communicator.rank != 0:
@@ -400,13 +417,17 @@ def _value(variable: Any) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(value))
 
 
-def _mean(values: Sequence[Any]) -> Any:
-    """Returns the mean of values; the first of what has no mean."""
-    first = values[0]
+def _mean(values: Sequence[tuple[Any, float]]) -> Any:
+    """Returns the mean of values with weights; the first of what has no mean."""
+    first, _ = values[0]
     if isinstance(first, Mapping):
-        return {name: _mean([v[name] for v in values if name in v]) for name in first}
+        return {
+            name: _mean([(v[name], w) for v, w in values if name in v])
+            for name in first
+        }
     try:
-        return _plain(sum(np.asarray(v, "float64") for v in values) / len(values))
+        total = sum(np.asarray(v, "float64") * w for v, w in values)
+        return _plain(total / sum(w for _, w in values))
     except (TypeError, ValueError):  # not numbers, or of different shapes
         return first
 

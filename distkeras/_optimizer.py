@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,10 +38,10 @@ def DistributedOptimizer(  # noqa: N802  # the name that Horovod's users look fo
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average gradients over ranks before it applies them.
 
-    For training loops of one's own; `Trainer` needs no wrapped optimizer. Gradients
-    are exchanged before clipping and, with `gradient_accumulation_steps`, once an
-    update. Every rank counts alike, whatever its batch size. The learning rate is
-    left as it is.
+    For training loops of one's own; `Trainer` needs no wrapped optimizer, and exchanges
+    in place of one while it trains. Gradients are exchanged before clipping and, with
+    `gradient_accumulation_steps`, once an update. Every rank counts alike, whatever its
+    batch size. The learning rate is left as it is.
 
     The optimizer is changed in place and stays an instance of its class: what is
     saved with it is an ordinary Keras file.
@@ -107,15 +110,30 @@ def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer) in _DISTRIBUTED.values()
 
 
-def undistribute(optimizer: keras.optimizers.Optimizer) -> None:
-    """Takes `DistributedOptimizer` back, on wrapped optimizers too."""
-    parts = [optimizer, getattr(optimizer, "inner_optimizer", None)]
-    for part in filter(None, parts):
-        if is_distributed(part):
-            getattr(part, _EXCHANGE).exchange.close()
-            object.__setattr__(part, "__class__", type(part).__mro__[1])
-            object.__delattr__(part, _EXCHANGE)
-            object.__delattr__(part, _BEGUN)
+@contextlib.contextmanager
+def undistributed(
+    optimizers: Iterable[keras.optimizers.Optimizer],
+) -> Iterator[None]:
+    """While inside, optimizers exchange nothing, nor do those that they wrap.
+
+    Afterwards they exchange as before: what they do so by is kept.
+
+    Args:
+        optimizers: distributed or not.
+    """
+    taken: dict[keras.optimizers.Optimizer, type] = {}
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "inner_optimizer", None)
+        parts = [optimizer, inner, *backends.inner_optimizers(optimizer)]
+        for part in parts:
+            if part is not None and is_distributed(part):
+                taken[part] = type(part)
+                object.__setattr__(part, "__class__", type(part).__mro__[1])
+    try:
+        yield
+    finally:
+        for part, kind in taken.items():
+            object.__setattr__(part, "__class__", kind)
 
 
 def _refuse_late_options(**options: Any) -> None:

@@ -27,7 +27,7 @@ from distkeras._learning_rate import warms_up
 from distkeras._logging import LOGGER
 from distkeras._metrics import exact_metrics
 from distkeras._metrics import plain_metrics
-from distkeras._optimizer import undistribute
+from distkeras._optimizer import undistributed
 from distkeras._position import Order
 from distkeras._progress import GlobalProgress
 from distkeras._replicas import ReplicaCheck
@@ -110,6 +110,20 @@ class Session:
             self.functions.exchange.free()
         self.functions = self._test = None
 
+    @contextlib.contextmanager
+    def exchanging_alone(self) -> Iterator[None]:
+        """While inside, no `DistributedOptimizer` exchanges what the step does.
+
+        One that the step does not know of, as a callback may have, goes on.
+        """
+        backend = backends.current()
+        optimizers = backend.find_optimizers(self.model)
+        if not backend.overrides_train_step(self.model):
+            compiled = getattr(self.model, "optimizer", None)
+            optimizers = [] if compiled is None else [compiled]
+        with undistributed(optimizers):
+            yield
+
     def build(self, data: Any) -> None:
         """Creates all variables of the model, its metrics and its optimizer.
 
@@ -121,8 +135,6 @@ class Session:
                 "Expected a compiled model. Received: one that is not. Call "
                 "`trainer.compile(optimizer=..., loss=...)` before `fit`."
             )
-        if self.model.optimizer is not None:
-            undistribute(self.model.optimizer)
         backends.current().build(self.model, data)
 
     def prepare(
@@ -305,7 +317,8 @@ class Session:
             predicts: whether the data has no targets.
         """
         model, communicator = self.model, self.communicator
-        backends.current().build(model, data, predicts=predicts)
+        with self.exchanging_alone():
+            backends.current().build(model, data, predicts=predicts)
         if _is_trained(model):
             with averaged_moving_statistics(model, communicator):
                 yield

@@ -20,6 +20,7 @@ from equivalence import trainer
 from newer_keras import multi_optimizer
 
 from distkeras import _fitting
+from distkeras.callbacks import Checkpoint
 from distkeras.communicators import Communicator
 
 
@@ -62,9 +63,13 @@ def test_validation_by_an_endless_generator_every_epoch(world: Communicator) -> 
     assert_equal_history(history, expected)
 
 
-@pytest.mark.parametrize("own_step", [False, True])
-def test_generator_of_fewer_epochs(world: Communicator, own_step: bool) -> None:
-    """The epochs after its end logged a loss of 0.0."""
+@pytest.mark.parametrize(
+    ("own_step", "validates"), [(False, False), (True, False), (True, True)]
+)
+def test_generator_of_fewer_epochs(
+    world: Communicator, own_step: bool, validates: bool
+) -> None:
+    """The epochs after its end logged a loss of 0.0, or that of the epoch before."""
     if world.size == 1:
         pytest.skip("at one rank the generator is Keras' affair")
     x, y = samples(8 * world.size)
@@ -76,11 +81,14 @@ def test_generator_of_fewer_epochs(world: Communicator, own_step: bool) -> None:
     with pytest.raises(ValueError, match="`steps_per_epoch` with a generator"):
         run.fit(batches(), epochs=2, verbose=0)
     history = keras.callbacks.History()
+    options: dict[str, Any] = {"steps_per_epoch": 2, "verbose": 0}
+    if validates:
+        options["validation_data"] = x, y
     with (
         pytest.warns(UserWarning, match="ran out of data"),
         pytest.raises(ValueError, match="Received: none, on any rank"),
     ):
-        run.fit(batches(), epochs=3, steps_per_epoch=2, verbose=0, callbacks=[history])
+        run.fit(batches(), epochs=3, callbacks=[history], **options)
     assert len(history.history["loss"]) == 1
 
 
@@ -140,6 +148,33 @@ def test_loss_that_the_step_returns_and_no_metric_keeps(world: Communicator) -> 
     assert result["loss"] == pytest.approx(before, rel=1e-5)
     history = run.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
     assert history.history["loss"] == pytest.approx([before], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Not exact over ranks")
+def test_own_logs_of_a_step_without_rows(world: Communicator) -> None:
+    """They were averaged with those of the row of zeros that it ran on."""
+    import tensorflow as tf
+
+    size = world.size
+    x, _ = samples(4 * (2 * size - 1) - 1)
+    y = np.ones((len(x), 1), "float32")
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    model = OwnLogs(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+    squares = (model(x).numpy() - y) ** 2
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    run = trainer(model)
+    history = run.fit(data, shuffle=False, verbose=0).history
+    # Of the last step of each rank, which is the last one of all.
+    last = 4 * size if size > 1 else 0
+    assert history["loss"] == pytest.approx([np.mean(squares[last:])], rel=1e-5)
+    options: dict[str, Any] = {"verbose": 0, "return_dict": True}
+    # Of the last batch that each rank has.
+    result = run.evaluate(data, **options)
+    assert result["loss"] == pytest.approx(np.mean(squares[4 * size - 4 :]), rel=1e-5)
+    result = run.evaluate(data.take(1), **options)
+    assert result["loss"] == pytest.approx(np.mean(squares[:4]), rel=1e-5)
 
 
 def _members(*rhythms: int | None) -> keras.optimizers.Optimizer:
@@ -549,3 +584,51 @@ def test_generators_of_other_orders_are_named(
         )
     named = "first batches of the generator are not the same" in caplog.text
     assert named == (not alike and world.rank == 0)
+
+
+def _ones() -> keras.layers.Layer:
+    return keras.layers.Dense(1, kernel_initializer="ones")
+
+
+class LooksAtValues(keras.Model):
+    """Cannot be built from shapes: its first call is with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = _ones()
+
+    def call(self, x: Any) -> Any:
+        if not self.dense.built:
+            assert np.isfinite(x.numpy()).all()
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "values"])
+def test_generator_of_which_a_model_is_built(
+    world: Communicator, tmp_path_shared: Path, kind: str
+) -> None:
+    """The batches that it was built from were seen by no step, and not predicted."""
+    x, _ = samples(8 * world.size)
+    y = x[:, :1]
+    single = keras.Sequential([keras.Input((FEATURES,)), _ones()])
+    if kind == "sparse":
+        convert = pytest.importorskip("scipy.sparse").csr_matrix
+        model = keras.Sequential([keras.Input((FEATURES,), sparse=True), _ones()])
+    else:
+        convert = np.asarray
+        model = LooksAtValues()
+    for each in (single, model):
+        each.compile(keras.optimizers.SGD(0.1), "mse")
+
+    def batches() -> Iterator[Any]:
+        starts = range(0, len(x), 2)
+        return ((convert(x[i : i + 2]), y[i : i + 2]) for i in starts)
+
+    # With a checkpoint one rank does not leave all to Keras.
+    options: dict[str, Any] = {"callbacks": [Checkpoint(tmp_path_shared)], "verbose": 0}
+    run = trainer(model)
+    run.fit(batches(), steps_per_epoch=2, epochs=2, shuffle=False, **options)
+    single.fit(x, y, batch_size=2 * world.size, shuffle=False, verbose=0)
+    assert_equal_weights(model, single)
+    result = run.predict(((a,) for a, _ in batches()), steps=4, verbose=0)
+    np.testing.assert_allclose(result, single.predict(x, verbose=0), rtol=1e-5)

@@ -20,7 +20,7 @@ from newer_keras import multi_optimizer
 import distkeras
 from distkeras import MismatchError
 from distkeras._optimizer import is_distributed
-from distkeras._optimizer import undistribute
+from distkeras._optimizer import undistributed
 from distkeras.backends import inner_optimizers
 from distkeras.backends import updates
 from distkeras.communicators import Communicator
@@ -206,9 +206,29 @@ def test_wrapping_twice_or_undoing_it(world: Communicator) -> None:
     assert distkeras.DistributedOptimizer(optimizer) is optimizer
     assert distkeras.DistributedOptimizer(optimizer) is optimizer
     assert is_distributed(optimizer) == (world.size > 1)
-    undistribute(optimizer)
-    assert type(optimizer) is type(keras.optimizers.SGD())
-    assert not is_distributed(optimizer)
+    with undistributed([optimizer, keras.optimizers.SGD()]):
+        assert type(optimizer) is type(keras.optimizers.SGD())
+        assert not is_distributed(optimizer)
+    assert is_distributed(optimizer) == (world.size > 1)
+
+
+def test_loop_after_a_trainer(world: Communicator) -> None:
+    """It trained each rank by itself, and nothing said so."""
+    steps = batches(world.size)
+    whole = [tuple(map(np.concatenate, zip(*step, strict=True))) for step in steps]
+    x, y = map(np.concatenate, zip(*whole, strict=True))
+    single, model = dense(), dense()
+    single.compile(KINDS["sgd"](), "mse")
+    model.compile(distkeras.DistributedOptimizer(KINDS["sgd"]()), "mse")
+    options: dict[str, Any] = {"shuffle": False, "verbose": 0}
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    run = distkeras.Trainer(model, learning_rate_scaling=None)
+    run.fit(x, y, batch_size=4, **options)
+    train(single, single.optimizer, whole, True)
+    train(model, model.optimizer, [step[world.rank] for step in steps], True)
+    run.fit(x, y, batch_size=4, **options)
+    single.fit(x, y, batch_size=4 * world.size, **options)
+    assert_close(model, single, 1e-5)
 
 
 def test_options_that_come_too_late_are_refused(world: Communicator) -> None:

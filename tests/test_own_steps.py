@@ -12,6 +12,7 @@ from equivalence import assert_equal_everywhere
 from equivalence import assert_equal_weights
 from equivalence import trainer
 
+import distkeras
 from distkeras.backends._tensorflow_step import rows
 from distkeras.communicators import Communicator
 
@@ -94,6 +95,36 @@ def test_known_by_its_step_alone(world: Communicator, how: str) -> None:
     assert_equal_weights(single, model)
     np.testing.assert_allclose(history["error"], expected["error"], rtol=1e-5)
     assert len(model.trainable_variables) == 6
+
+
+@pytest.mark.parametrize(("how", "ahead"), [("list", True), ("models", False)])
+def test_optimizers_that_are_distributed_already(
+    world: Communicator, how: str, ahead: bool
+) -> None:
+    """They exchanged twice: with accumulation each step was 1/N of itself."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(BATCH * world.size * 4, 6)).astype("float32")
+    ones = np.ones(len(x), "float32")
+    single, model = Parts(how, seed=0), Parts(how, seed=0)
+    for one, distribute in ((single, None), (model, distkeras.DistributedOptimizer)):
+        for part in (one.encoder, one.decoder):
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+            part.compile(optimizer if distribute is None else distribute(optimizer))
+        if how == "list":
+            one.steppers = [one.encoder.optimizer, one.decoder.optimizer]
+        one.compile(jit_compile=False)
+    if ahead and world.rank == 0:  # which has nothing left to trace
+        model.decoder(model.encoder(x[:1]))
+        for part in (model.encoder, model.decoder):
+            part.optimizer.build(part.trainable_variables)
+
+    def batches(size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x, ones, ones, ones)).batch(size)
+
+    single.fit(batches(BATCH * world.size), shuffle=False, verbose=0)
+    trainer(model).fit(batches(BATCH), shuffle=False, verbose=0)
+    assert_equal_everywhere(world, model)
+    assert_equal_weights(single, model)
 
 
 def test_what_cannot_be_built_is_told(world: Communicator) -> None:

@@ -310,6 +310,16 @@ def test_models_that_differ(world: Communicator) -> None:
         trainer(model).fit(x, y, batch_size=2, verbose=0)
 
 
+def test_the_models_own_fit_before_compile(world: Communicator) -> None:
+    """Rank 0 alone had another error than Keras'."""
+    x, y = samples(4)
+    inputs = keras.Input((x.shape[1],))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    trainer(model)
+    with pytest.raises(ValueError, match=r"must call `compile\(\)`"):
+        model.fit(x, y, verbose=0)
+
+
 @pytest.mark.parametrize("method", ["fit", "train_on_batch"])
 def test_training_past_the_trainer_is_told_once(
     world: Communicator, caplog: pytest.LogCaptureFixture, method: str

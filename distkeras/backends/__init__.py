@@ -5,6 +5,7 @@ from distkeras.backends._batch_norm import synchronized_layers as synchronized_l
 from distkeras.backends._current import Norm as Norm
 from distkeras.backends._current import current as current
 from distkeras.backends._current import is_supported as is_supported
+from distkeras.backends._logs import Logs as Logs
 from distkeras.backends._optimizers import (
     indifferent_to_duplicates as indifferent_to_duplicates,
 )

@@ -21,34 +21,34 @@ def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:
 
     Args:
         model: compiled, or for prediction only.
-        data: a Keras data adapter, whose dataset tells shapes and dtypes; it is read
-            only where a model cannot be built from them.
+        data: sharded, whose dataset tells shapes and dtypes; a batch is looked at only
+            where a model cannot be built from them.
         predicts: whether the data has no targets: then those of the layers alone.
     """
-    dataset = data.get_tf_dataset()
+    spec = data.get_tf_dataset().element_spec
     step = None if predicts else _own_step(model)
     if step is not None and _is_built(model):
         return
     try:
-        _build_from(model, dataset, predicts)
+        _build_from(model, data, spec, predicts)
     except Exception as error:
         # What a step of the model's own takes need not be what its `call` takes, if
         # there is one; and it may have been built by its parts.
         if step is None:
             raise
-        _trace(step, dataset.element_spec, error)
+        _trace(step, spec, error)
     else:
         if step is not None and not _parts_are_built(model):
-            _trace(step, dataset.element_spec, None)
+            _trace(step, spec, None)
 
 
-def _build_from(model: keras.Model, dataset: tf.data.Dataset, predicts: bool) -> None:
+def _build_from(model: keras.Model, data: Any, spec: Any, predicts: bool) -> None:
     try:
-        batch = keras.tree.map_structure(_symbolic, dataset.element_spec)
+        batch = keras.tree.map_structure(_symbolic, spec)
         _symbolic_build(model, batch, predicts)
     except Exception:
         # A model that looks at values, or data of a kind that has no symbol.
-        for batch in dataset.take(1):
+        for batch in data.get_tf_samples().take(1):
             x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
             model(x)
             _symbolic_build(model, batch, predicts)

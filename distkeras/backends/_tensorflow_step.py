@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from distkeras._logging import LOGGER
+from distkeras.backends._logs import Logs
 from distkeras.backends._optimizers import inner_optimizers
 from distkeras.backends._tensorflow_batch_norm import SynchronizedBatchNorm
 from distkeras.backends._tensorflow_exchange import TensorFlowExchange
@@ -130,13 +132,26 @@ def _rows_of(first: Any) -> tf.Tensor:
 
 
 def _on_iterators(model: keras.Model, step: Function) -> Function:
-    """Lets Keras' own loop over iterators and executions call `step`."""
+    """Lets Keras' own loop over iterators and executions call `step`.
+
+    What it then returns are `Logs`, where the step's are a mapping.
+    """
+
+    def counted(data: Any) -> Any:
+        return step(data), rows(data)
+
     jit_compile = model.jit_compile
     model.jit_compile = False
     try:
-        return model._make_function(step)
+        function = model._make_function(counted)
     finally:
         model.jit_compile = jit_compile
+
+    def on_iterator(iterator: Any) -> Any:
+        logs, examples = function(iterator)
+        return Logs(logs, examples) if isinstance(logs, Mapping) else logs
+
+    return on_iterator
 
 
 def _half(model: keras.Model, function: Function) -> Function:
@@ -330,7 +345,7 @@ def find_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     `compile`'s, its own attributes, lists and dictionaries of them; and where its
     step is its own, those that its models were compiled with.
     """
-    compiled = model.optimizer
+    compiled = getattr(model, "optimizer", None)  # set by `compile` alone
     found = [] if compiled is None else [compiled]
     # An attribute may be what `compile` wrapped in a `LossScaleOptimizer`.
     seen = {id(o) for c in found for o in (c, *inner_optimizers(c))}

@@ -294,6 +294,13 @@ class ShardedData(DataAdapter):
         """
         return None
 
+    def get_tf_samples(self) -> Any:
+        """A `tf.data.Dataset` of batches to be looked at: that takes none of the data.
+
+        Of the types of `get_tf_dataset`, but not necessarily this rank's batches.
+        """
+        return self.get_tf_dataset()
+
     def fingerprint(self) -> list[tuple[str, Any]]:
         """What must be the same on all ranks when one data set is dealt.
 

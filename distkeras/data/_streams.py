@@ -142,16 +142,22 @@ class ShardedStream(ShardedData):
 
     def get_tf_dataset(self) -> Any:
         """A `tf.data.Dataset` of this rank's batches; each iterator is a pass."""
+        return self._prefetch(self._tf_dataset(self._batches))
+
+    def get_tf_samples(self) -> Any:
+        """A `tf.data.Dataset` of the first batches; none is taken from the stream."""
+        return self._tf_dataset(self.first_batches)
+
+    def _tf_dataset(self, make: Callable[[], Iterable[Any]]) -> Any:
         import tensorflow as tf
 
         signature = data_adapter_utils.get_tensor_spec(self.first_batches())
 
         def batches() -> Iterator[Any]:
-            for batch in self._batches():
+            for batch in make():
                 yield tree.map_structure(_to_tensorflow, batch, signature)
 
-        dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        return self._prefetch(dataset)
+        return tf.data.Dataset.from_generator(batches, output_signature=signature)
 
     def _prefetch(self, dataset: Any) -> Any:
         return work_ahead(dataset)
