@@ -26,7 +26,7 @@ import numpy as np
 
 from distkeras.communicators import NCCLCommunicator
 from distkeras.communicators import world
-from distkeras.communicators._nccl import unusable_reason
+from distkeras.communicators._nccl_usable import unusable_reason
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from mpi_runtimes import run
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import Communicator
 from distkeras.communicators import NCCLCommunicator
-from distkeras.communicators._nccl import unusable_reason
+from distkeras.communicators._nccl_usable import unusable_reason
 
 OPS = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
 DTYPES = ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")
@@ -59,7 +59,7 @@ def test_without_a_visible_gpu_says_so(tmp_path: Any) -> None:
     """CuPy alone is not enough; a stand-in that must not be imported."""
     (tmp_path / "cupy.py").write_text("raise SystemExit('imported without a GPU')")
     text = (
-        "from distkeras.communicators._nccl import unusable_reason\n"
+        "from distkeras.communicators._nccl_usable import unusable_reason\n"
         "print(unusable_reason())"
     )
     result = run(

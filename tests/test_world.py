@@ -38,7 +38,7 @@ from distkeras.communicators._device import choose_device
 from distkeras.communicators._device import pin_device
 from distkeras.communicators._device import pinned_device
 from distkeras.communicators._device import visible_devices
-from distkeras.communicators._nccl import unusable_reason
+from distkeras.communicators._nccl_usable import unusable_reason
 from distkeras.communicators._world import WORDS
 from distkeras.communicators._world import _choose
 from distkeras.communicators._world import _unused

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from distkeras.backends._tensorflow_step import find_optimizers
+from distkeras.backends._tensorflow_optimizers import find_optimizers
 
 
 def build(model: keras.Model, data: Any, *, predicts: bool = False) -> None:

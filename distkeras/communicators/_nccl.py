@@ -8,11 +8,10 @@ NCCL's and CuPy's documentation; not run on a GPU yet.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,21 +20,16 @@ import numpy as np
 from distkeras._errors import CommunicatorError
 from distkeras.communicators import _elastic
 from distkeras.communicators._agreement import collectively
-from distkeras.communicators._agreement import name_ranks
-from distkeras.communicators._base import Communicator
 from distkeras.communicators._base import Op
 from distkeras.communicators._checks import check_buffer
 from distkeras.communicators._checks import check_op
 from distkeras.communicators._checks import check_open
 from distkeras.communicators._checks import check_root
 from distkeras.communicators._composed import ComposedCommunicator
-from distkeras.communicators._device import NO_GPU_IN_TENSORFLOW
 from distkeras.communicators._device import choose_device
-from distkeras.communicators._device import driver_failure
 from distkeras.communicators._device import pinned_device
-from distkeras.communicators._device import tensorflow_lists_gpus
-from distkeras.communicators._device import visible_devices
 from distkeras.communicators._mpi import MPICommunicator
+from distkeras.communicators._nccl_usable import check_usable
 from distkeras.communicators._waiting import Calls
 
 # ncclDataType_t; CuPy's own table has bfloat16 since version 14.
@@ -57,66 +51,6 @@ _BYTE = _DTYPES["uint8"]
 _OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 
 _NOT_READY = 600  # cudaErrorNotReady
-
-
-def unusable_reason() -> str | None:
-    """Returns what this process lacks to use NCCL, or `None` if nothing.
-
-    The text names the driver, the variable or the pip package that would help.
-    Cheap things first: CuPy is imported only if the driver shows a GPU.
-    """
-    if importlib.util.find_spec("cupy") is None:
-        return (
-            "CuPy is not installed (`pip install cupy-cuda12x nvidia-nccl-cu12`; "
-            "TensorFlow brings CUDA 12, and drivers of CUDA 13 run it)"
-        )
-    if not visible_devices():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return f"CUDA shows no GPU (CUDA_VISIBLE_DEVICES is {visible!r})"
-        failure = driver_failure()
-        if failure is not None:
-            return f"NVIDIA's driver does not start: {failure}"
-        return (
-            "CUDA shows no GPU: this machine has none, or NVIDIA's driver "
-            "(libcuda.so.1) is not installed"
-        )
-    if not tensorflow_lists_gpus():
-        return f"CUDA shows a GPU, but {NO_GPU_IN_TENSORFLOW}"
-    try:
-        with warnings.catch_warnings():
-            # CuPy warns of a missing NCCL; it is reported below.
-            warnings.simplefilter("ignore")
-            cupy = importlib.import_module("cupy")
-            nccl = importlib.import_module("cupy.cuda.nccl")
-    except Exception as error:  # any broken CUDA installation has its own
-        return (
-            f"CuPy cannot be imported ({type(error).__name__}: {error}); its pip "
-            "package must be that of TensorFlow's CUDA (cupy-cuda12x)"
-        )
-    if not getattr(nccl, "available", False):
-        return "NCCL's library is missing (`pip install nvidia-nccl-cu12`)"
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:
-        return (
-            f"CUDA's runtime does not start ({error}); the driver may be older than "
-            "CuPy's CUDA: update it, or install the CuPy of its CUDA"
-        )
-    return None
-
-
-def _check_usable(host: Communicator) -> None:
-    """Raises on every rank if one of them cannot use NCCL; collective."""
-    reasons = host.allgather_object(unusable_reason())
-    lacking = [rank for rank, reason in enumerate(reasons) if reason is not None]
-    if lacking:
-        first = lacking[0]
-        raise CommunicatorError(
-            f"The nccl communicator cannot be used on {name_ranks(lacking)} "
-            f"({host.hosts[first]}): {reasons[first]}. The mpi communicator works on "
-            "any machine (DISTKERAS_COMMUNICATOR=mpi)."
-        )
 
 
 class NCCLCommunicator(ComposedCommunicator):
@@ -150,7 +84,7 @@ class NCCLCommunicator(ComposedCommunicator):
     def __init__(self, host: MPICommunicator | None = None) -> None:
         """Checks on every rank that NCCL can be used; collective."""
         super().__init__(host)
-        _check_usable(self._host)
+        check_usable(self._host)
         self._cupy: Any = importlib.import_module("cupy")
         self._binding: Any = importlib.import_module("cupy.cuda.nccl")
         self._lock = threading.Lock()

@@ -35,7 +35,7 @@ from distkeras.communicators._mpi import MPICommunicator
 from distkeras.communicators._mpi_library import begin_world
 from distkeras.communicators._mpi_library import load_mpi
 from distkeras.communicators._nccl import NCCLCommunicator
-from distkeras.communicators._nccl import unusable_reason
+from distkeras.communicators._nccl_usable import unusable_reason
 from distkeras.communicators._shared_memory import SharedMemoryCommunicator
 from distkeras.communicators._single import SingleCommunicator
 from distkeras.communicators._timeout import read_timeout
