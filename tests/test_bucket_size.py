@@ -89,7 +89,9 @@ def test_without_shared_memory_the_order_is_that_of_mpi(
 
 @pytest.mark.parametrize("bucket_bytes", (0, -1, "auto", True, 1e6))
 def test_sizes_that_are_none(bucket_bytes: Any) -> None:
-    with pytest.raises(ValueError, match="a whole number of bytes from 1 up, or None.*Received"):
+    with pytest.raises(
+        ValueError, match="a whole number of bytes from 1 up, or None.*Received"
+    ):
         distkeras.Trainer(keras.Sequential(), bucket_bytes=bucket_bytes)
 
 
