@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import textwrap
@@ -242,6 +243,11 @@ def test_a_driver_that_does_not_start(
     with told if code == 802 and visible is None else silent:
         assert pin_device(0) == "no GPU"
     assert (_device.driver_failure() is None) == (code == 100)
+    # Also where a launcher has given the rank a GPU by CUDA_VISIBLE_DEVICES.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    reason = unusable_reason()
+    assert ("does not start: system" in reason) == (code == 802)
 
 
 @pytest.mark.launches

@@ -27,12 +27,12 @@ def unusable_reason() -> str | None:
             "TensorFlow brings CUDA 12, and drivers of CUDA 13 run it)"
         )
     if not visible_devices():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return f"CUDA shows no GPU (CUDA_VISIBLE_DEVICES is {visible!r})"
         failure = driver_failure()
         if failure is not None:
             return f"NVIDIA's driver does not start: {failure}"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return f"CUDA shows no GPU (CUDA_VISIBLE_DEVICES is {visible!r})"
         return (
             "CUDA shows no GPU: this machine has none, or NVIDIA's driver "
             "(libcuda.so.1) is not installed"
